@@ -1,0 +1,94 @@
+# Every target says the seconds of its stages on stderr; stdout is left to what runs.
+#
+# The Python side runs in a pinned vLLM environment that `make env` makes once and keeps (see
+# tools/vllm_env.py). The wheel is built from this checkout and installed there when it differs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+TOPOLOGY ?= dp=1,tp=2:dp=2,tp=1
+MODEL ?= gqa
+KEEP ?=
+JSON ?=
+# More arguments for the demo, or for pytest.
+ARGS ?=
+
+VLLM_ENV := python3 tools/vllm_env.py
+ENV_PYTHON = $(shell $(VLLM_ENV) --print-python)
+ENV_BIN = $(dir $(ENV_PYTHON))
+
+# All that a wheel is made of.
+SOURCES := $(shell find Cargo.toml Cargo.lock pyproject.toml README.md LICENSE rust python \
+	tools/wheel_backend.py -type f -not -name '*.pyc' 2>/dev/null)
+WHEEL_STAMP := dist/.built
+
+# $(call stage,NAME,COMMAND): runs it and says how long it took, also when it fails. The shell does
+# not stop at a failure inside COMMAND (it is tested by `||`), so its parts are joined by `&&`.
+stage = @echo "== $(1)" >&2; begun=$$SECONDS; status=0; { $(2); } || status=$$?; \
+	echo "== $(1): $$((SECONDS - begun)) s" >&2; exit $$status
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "  TOPOLOGY=$(TOPOLOGY) MODEL=gqa|mla|mla-dense|FOLDER KEEP=1 JSON=FILE for demo;"
+	@echo "  ARGS for demo and the pytest targets"
+
+.PHONY: needs
+needs: ## Say what demo and test take (disk, minutes, system packages), and check it
+	$(call stage,needs,$(VLLM_ENV) --needs)
+
+.PHONY: env
+env: ## Make the pinned vLLM environment, or find it again
+	$(call stage,env,$(VLLM_ENV) >/dev/null)
+
+.PHONY: wheel
+wheel: $(WHEEL_STAMP) ## Build the wheel into dist/
+
+$(WHEEL_STAMP): $(SOURCES) | env
+	$(call stage,wheel,rm -rf dist && "$(ENV_PYTHON)" -m pip wheel --quiet --no-deps \
+		--disable-pip-version-check --wheel-dir dist . >&2 && touch $@)
+
+# The environment notes which wheel it has, so that an unchanged one is not installed again.
+.PHONY: install-env
+install-env: env wheel ## Install the wheel into the vLLM environment
+	$(call stage,install-env,python="$(ENV_PYTHON)" && \
+		noted="$$(dirname "$$python")/../hetero_kv_wheel.sha256" && \
+		wanted=$$(sha256sum dist/*.whl | cut -d' ' -f1) && \
+		{ [ "$$(cat "$$noted" 2>/dev/null)" = "$$wanted" ] || { rm -f "$$noted" && \
+		"$$python" -m pip install --quiet --no-deps --force-reinstall \
+			--disable-pip-version-check dist/*.whl >&2 && echo "$$wanted" > "$$noted"; }; })
+
+.PHONY: demo
+demo: needs install-env ## Prefill and decode on real vLLM engines of unlike layouts, proven
+	$(call stage,demo,"$(ENV_PYTHON)" -m hetero_kv.demo --topology '$(TOPOLOGY)' \
+		--model '$(MODEL)' $(if $(KEEP),--keep) $(if $(JSON),--json '$(JSON)') $(ARGS))
+
+.PHONY: test
+test: needs install-env test-cargo ## cargo tests, and pytest with a small part on real engines
+	$(call stage,pytest,"$(ENV_PYTHON)" -m pytest -m 'not matrix' $(ARGS) tests)
+
+.PHONY: test-vllm
+test-vllm: needs install-env ## All tests on real vLLM engines
+	$(call stage,pytest on real engines,"$(ENV_PYTHON)" -m pytest $(ARGS) tests/vllm)
+
+.PHONY: test-cargo
+test-cargo: ## cargo tests only; needs neither Python nor vLLM
+	$(call stage,cargo test,if cargo nextest --version >/dev/null 2>&1; \
+		then cargo nextest run --release --locked; else cargo test --release --locked; fi)
+
+.PHONY: lint
+lint: env ## cargo fmt and clippy; ruff and mypy
+	$(call stage,cargo fmt,cargo fmt --all --check)
+	$(call stage,clippy,cargo clippy --release --locked --workspace --all-targets -- -D warnings)
+	$(call stage,ruff,"$(ENV_BIN)ruff" check . && "$(ENV_BIN)ruff" format --check .)
+	$(call stage,mypy,"$(ENV_BIN)mypy")
+
+.PHONY: bench
+bench: install-env ## Benchmarks; what each answers is in benches/README.md
+	$(call stage,bench,(for bench in benches/*.py; do "$(ENV_PYTHON)" "$$bench" $(ARGS) || exit; done))
+
+.PHONY: docs
+docs: install-env ## Write the pages of docs/ that are generated from the code
+	$(call stage,docs,(for page in tools/gen_*.py; do "$(ENV_PYTHON)" "$$page" || exit; done))

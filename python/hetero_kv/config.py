@@ -1,0 +1,258 @@
+"""The settings of ``kv_connector_extra_config``: one table, checked once, at engine start.
+
+``docs/configuration.md`` is generated from the table, so each entry says what it means, in which
+unit, and what happens at its bounds.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["bool", "int", "seconds", "ms", "text", "choice", "ports"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key: its kind, its default, its bounds (inclusive, in the key's unit), its meaning."""
+
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[str, ...] = ()
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "host", "text", "",
+        "Host name or address that the other engines reach this one by. IPv6 without brackets. "
+        "Empty: vLLM's own (`VLLM_HOST_IP`, else the first network address). The listeners bind "
+        "it and nothing else, unless `bind_host` is set.",
+    ),
+    Setting(
+        "bind_host", "text", "",
+        "Address to bind instead of `host`, for networks where peers dial a translated address. "
+        "Only here `0.0.0.0` and `::` are taken.",
+    ),
+    Setting(
+        "port_range", "ports", "",
+        "`FIRST-LAST`: the control listener (one per engine) and the data listeners (one per "
+        "rank) take the first free port of it. Empty: the system assigns ports.",
+    ),
+    Setting(
+        "transport", "choice", "auto",
+        "How KV is read. `auto` takes the best that both sides offer and that passes a probe: "
+        "`process` (same host, `process_vm_readv`), else `tcp`.",
+        choices=("auto", "process", "tcp"),
+    ),
+    Setting(
+        "allow_ptracer", "bool", False,
+        "Lets processes of the same user read this one's memory where the Yama security module "
+        "would forbid it (`prctl(PR_SET_PTRACER)`); the `process` transport needs it there.",
+    ),
+    Setting(
+        "require_kv", "bool", False,
+        "Decode: fail a request whose prompt is not the one that was prefilled, instead of "
+        "computing its prompt here.",
+    ),
+    Setting(
+        "lease_s", "seconds", 30.0,
+        "Prefill: how long blocks are held for a decode engine that has not claimed them, and "
+        "what each claim and renewal grants. Covers the way through the router and decode's "
+        "queue.",
+        0.5, 3600,
+    ),
+    Setting(
+        "grace_ms", "ms", 500.0,
+        "Prefill: time between the end of a lease and the release of its blocks, for reads that "
+        "were under way.",
+        0, 60_000,
+    ),
+    Setting(
+        "margin_ms", "ms", 250.0,
+        "Decode: taken off each granted time, so that reads stop before the holder's clock does. "
+        "Below half of `lease_s`.",
+        0, 60_000,
+    ),
+    Setting(
+        "claim_timeout_s", "seconds", 10.0,
+        "Decode: from a request's arrival to the holder's answer, dialling and handshake "
+        "included.",
+        0.1, 600,
+    ),
+    Setting(
+        "load_timeout_s", "seconds", 30.0,
+        "Decode: from the first read of a request to its last byte.",
+        0.1, 3600,
+    ),
+    Setting(
+        "sibling_linger_ms", "ms", 100.0,
+        "Decode: how long a transfer waits for another request of the same prompt (`n > 1`) "
+        "after its last one is done, before the holder is told to free its blocks.",
+        0, 10_000,
+    ),
+    Setting(
+        "heartbeat_s", "seconds", 5.0,
+        "Decode: between heartbeats on a quiet control connection.",
+        0.1, 300,
+    ),
+    Setting(
+        "peer_silence_s", "seconds", 15.0,
+        "Decode: silence after which a prefill engine counts as lost although its connection "
+        "stands; at least three heartbeats.",
+        0.3, 3600,
+    ),
+    Setting(
+        "quiesce_timeout_s", "seconds", 30.0,
+        "Decode: how long a stopped read may take until nothing can write its blocks. Beyond it "
+        "the blocks stay held and an error says so.",
+        0.1, 3600,
+    ),
+    Setting(
+        "empty_step_wait_ms", "ms", 5.0,
+        "How long a step of the engine without any tokens waits for a read or a release, instead "
+        "of spinning. 0: never. Not used with lock-step data parallelism.",
+        0, 100,
+    ),
+    Setting(
+        "lease_slots", "int", 16_384,
+        "Prefill: most prompts held at once; must be equal on all ranks of an engine.",
+        1, 1_048_576,
+    ),
+)
+
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+class SettingsError(ValueError):
+    """Every fault of ``kv_connector_extra_config`` at once, and the keys that exist."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        keys = ", ".join(setting.name for setting in SETTINGS)
+        super().__init__(
+            f"hetero_kv: kv_connector_extra_config has {len(faults)} fault(s):{lines}\n"
+            f"  valid keys: {keys}"
+        )
+
+
+class Settings:
+    """Checked settings; ``settings["lease_s"]`` is always of its kind and within its bounds."""
+
+    def __init__(self, extra_config: Mapping[str, Any] | None) -> None:
+        """Checks every key; raises one :class:`SettingsError` that lists all faults."""
+        given = dict(extra_config or {})
+        faults: list[str] = []
+        self._values: dict[str, Any] = {}
+        for name in given:
+            if name not in _BY_NAME:
+                faults.append(f"{name}: no such key")
+        for setting in SETTINGS:
+            value = given.get(setting.name, setting.default)
+            try:
+                self._values[setting.name] = _parse(setting, value)
+            except ValueError as error:
+                faults.append(f"{setting.name}: {error}, not {_shown(value)}")
+        if not faults:
+            faults += self._cross_faults()
+        if faults:
+            raise SettingsError(faults)
+
+    def _cross_faults(self) -> list[str]:
+        faults = []
+        if self["peer_silence_s"] < 3 * self["heartbeat_s"]:
+            faults.append("peer_silence_s: must be at least three times heartbeat_s")
+        if self["margin_ms"] / 1e3 >= self["lease_s"] / 2:
+            faults.append("margin_ms: must be below half of lease_s")
+        return faults
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def for_core(self, default_host: str) -> dict[str, Any]:
+        """The settings that the Rust side takes, with ``host`` filled in."""
+        values = {k: v for k, v in self._values.items() if k != "empty_step_wait_ms"}
+        values["host"] = values["host"] or default_host
+        values["bind_host"] = values["bind_host"] or None
+        return values
+
+
+def _parse(setting: Setting, value: Any) -> Any:
+    if setting.kind == "bool":
+        return _parse_bool(value)
+    if setting.kind == "text":
+        return _parse_host(value)
+    if setting.kind == "ports":
+        return _parse_ports(value)
+    if setting.kind == "choice":
+        if value not in setting.choices:
+            raise ValueError(f"must be one of {', '.join(setting.choices)}")
+        return value
+    return _parse_number(setting, value)
+
+
+def _parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError("must be true or false")
+
+
+def _parse_number(setting: Setting, value: Any) -> float | int:
+    unit = {"seconds": " seconds", "ms": " milliseconds"}.get(setting.kind, "")
+    wanted = f"must be a number of {setting.low:g} to {setting.high:g}{unit}"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(wanted)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not setting.low <= number <= setting.high:
+        raise ValueError(wanted)
+    if setting.kind == "int":
+        if number != int(number):
+            raise ValueError(f"must be a whole number of {setting.low:g} to {setting.high:g}")
+        return int(number)
+    return number
+
+
+def _parse_host(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a host name or address")
+    text = value.strip()
+    if len(text) > 253 or any(c.isspace() or c in "[]/" for c in text):
+        raise ValueError("must be a host name or address without port or brackets")
+    if ":" in text:
+        try:
+            ipaddress.ip_address(text)
+        except ValueError:
+            raise ValueError("must be a host name or address without port or brackets") from None
+    return text
+
+
+def _parse_ports(value: Any) -> tuple[int, int] | None:
+    if value in ("", None):
+        return None
+    wanted = "must be FIRST-LAST with 1 <= FIRST <= LAST <= 65535"
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(wanted)
+    first, _, last = str(value).partition("-")
+    try:
+        ports = int(first), int(last or first)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not 1 <= ports[0] <= ports[1] <= 65_535:
+        raise ValueError(wanted)
+    return ports
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,110 @@
+"""What the connector has to know of the engine it lives in, read from vLLM's configuration once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_kv.layout import total_kv_heads
+
+logger = logging.getLogger("vllm.hetero_kv")
+
+ROLES = {
+    "kv_producer": (True, False),
+    "kv_consumer": (False, True),
+    "kv_both": (True, True),
+}
+
+
+class EngineError(ValueError):
+    """An engine that this version cannot serve: every reason at once, each with its setting."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__("hetero_kv cannot serve this engine:" + "".join(f"\n  - {f}" for f in faults))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: one scheduler and its workers."""
+
+    engine_id: str
+    dp_rank: int
+    """vLLM's ``data_parallel_index``: ``data_parallel_rank`` is 0 on every dense DP rank."""
+    tp_size: int
+    pp_size: int
+    block_size: int
+    """Tokens a block of the (only) KV cache group holds."""
+    kv_heads: int
+    """KV heads over all ranks; 0 for MLA."""
+    producer: bool
+    consumer: bool
+    lock_step: bool
+    """Steps are collectives over DP ranks (MoE), so no rank may dawdle in one."""
+
+    def for_core(self) -> dict[str, Any]:
+        """The fields that the Rust side takes."""
+        return {
+            "engine_id": self.engine_id,
+            "dp_rank": self.dp_rank,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "block_size": self.block_size,
+            "kv_heads": self.kv_heads,
+            "producer": self.producer,
+            "consumer": self.consumer,
+        }
+
+
+def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
+    """Reads the engine, or raises :class:`EngineError` with everything that is not supported."""
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    faults = []
+    if transfer.kv_role not in ROLES:
+        faults.append(f"kv_role is {transfer.kv_role!r}; it must be one of {', '.join(ROLES)}")
+    if parallel.pipeline_parallel_size != 1:
+        faults.append(
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; pipeline stages are "
+            "not available in this version"
+        )
+    context = getattr(parallel, "decode_context_parallel_size", 1)
+    if context != 1:
+        faults.append(
+            f"--decode-context-parallel-size is {context}; only 1 is available in this version"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        faults.append(
+            f"the model has {len(groups)} KV cache groups ({kinds}); one is available in this "
+            "version"
+        )
+    if faults:
+        raise EngineError(faults)
+    producer, consumer = ROLES[transfer.kv_role]
+    return Engine(
+        engine_id=str(transfer.engine_id),
+        dp_rank=int(parallel.data_parallel_index),
+        tp_size=int(parallel.tensor_parallel_size),
+        pp_size=int(parallel.pipeline_parallel_size),
+        block_size=int(groups[0].kv_cache_spec.block_size),
+        kv_heads=total_kv_heads(vllm_config.model_config),
+        producer=producer,
+        consumer=consumer,
+        lock_step=parallel.data_parallel_size > 1,
+    )
+
+
+def default_host() -> str:
+    """vLLM's own address of this machine."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
+
+
+def log_filter() -> str:
+    """What our threads log: ``HETERO_KV_LOG``, a filter such as ``info`` or ``debug``."""
+    return os.environ.get("HETERO_KV_LOG", "info")

@@ -1,0 +1,56 @@
+"""Fault injection for tests and demonstrations: ``HETERO_KV_FAULT``. Off unless asked for.
+
+``flip-source`` on a prefill engine flips the sign bit of every element of the KV of each prompt it
+hands off, after the forward pass that completed it and before anybody can read it. Bytes moved stay
+the same and the tokens that decode produces change: the negative control that tells a transfer from
+a recomputation with the same text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+FLIP_SOURCE = "flip-source"
+FAULTS = (FLIP_SOURCE,)
+
+
+def fault() -> str | None:
+    """The fault asked for; raises ``ValueError`` for an unknown one."""
+    name = os.environ.get("HETERO_KV_FAULT") or None
+    if name is not None and name not in FAULTS:
+        raise ValueError(f"hetero_kv: HETERO_KV_FAULT is {name!r}; it can be {', '.join(FAULTS)}")
+    return name
+
+
+class FlipSource:
+    """Scheduler side: finds the blocks of prompts that this step completes."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, int] = {}
+
+    def add(self, request: Any) -> None:
+        """A request whose KV will be handed off."""
+        self._prompts[request.request_id] = request.num_prompt_tokens
+
+    def blocks(self, scheduler_output: Any, kv_cache_manager: Any) -> list[int]:
+        """Blocks to flip after this step's forward pass, each prompt's once."""
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        flipped: list[int] = []
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or computed.get(request_id, 0) + scheduled < prompt:
+                continue
+            del self._prompts[request_id]
+            for group in kv_cache_manager.get_block_ids(request_id):
+                flipped.extend(group)
+        return flipped
+
+
+def flip(tensors: Iterable[Any], blocks: list[int]) -> None:
+    """Worker side: flips the sign bit of every element of these blocks, in every layer."""
+    for tensor in tensors:
+        tensor[blocks] = -tensor[blocks]

@@ -1,0 +1,184 @@
+//! Requests: orders to the workers once there are blocks and a lease, and their failures.
+
+use super::claims::expired;
+use super::peer::PeerState;
+use super::transfer::{Claiming, Phase, Request};
+use super::{Consumer, millis_left};
+use crate::failure::{Failure, FailureReason};
+use crate::ids::BlockId;
+use crate::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId};
+use crate::time::Time;
+
+impl Consumer {
+    /// Orders the load of a request that has blocks and a lease, or its failure.
+    pub(super) fn advance(&mut self, now: Time, request_id: &str) {
+        let Some(request) = self.requests.get_mut(request_id) else {
+            return;
+        };
+        let Phase::Pending {
+            first_block,
+            past_token,
+            dest_blocks,
+        } = &mut request.phase
+        else {
+            return;
+        };
+        let Some((id, transfer)) = request
+            .transfer
+            .and_then(|id| self.transfers.get(&id).map(|transfer| (id, transfer)))
+        else {
+            return;
+        };
+        match &transfer.claiming {
+            Claiming::Waiting | Claiming::Asked { .. } => {}
+            Claiming::Failed(failure) => {
+                let failure = failure.clone();
+                let dest_blocks = std::mem::take(dest_blocks);
+                request.phase = Phase::Reporting;
+                self.count_failure(request_id, &failure);
+                self.order_fail(request_id, dest_blocks, failure);
+            }
+            Claiming::Granted {
+                fence,
+                block_ids,
+                num_tokens,
+                deadline,
+                ..
+            } => {
+                if *deadline <= now {
+                    // The sweep is late: nothing may be read any more.
+                    let failure = expired(id);
+                    self.fail_transfer(now, id, failure);
+                    return;
+                }
+                let first = *first_block;
+                let past = first + dest_blocks.len();
+                let source = match block_ids.as_slice() {
+                    [group] if num_tokens >= past_token => group.get(first..past),
+                    _ => None,
+                };
+                let Some(source) = source else {
+                    let failure = Failure::of_field(
+                        FailureReason::BadParams,
+                        "remote_num_tokens",
+                        format!(
+                            "the holder has {num_tokens} tokens in {} group(s), tokens up to {past_token} in blocks {first}..{past} are needed",
+                            block_ids.len()
+                        ),
+                    );
+                    let dest_blocks = std::mem::take(dest_blocks);
+                    request.phase = Phase::Reporting;
+                    self.count_failure(request_id, &failure);
+                    self.order_fail(request_id, dest_blocks, failure);
+                    return;
+                };
+                let until = now + self.options.load_timeout;
+                let order = LoadOrder {
+                    request_id: request_id.to_owned(),
+                    peer: transfer.peer,
+                    transfer_id: id,
+                    lease: *fence,
+                    deadline_ms: millis_left(now, (*deadline).min(until)),
+                    source_blocks: source.to_vec(),
+                    dest_blocks: std::mem::take(dest_blocks),
+                };
+                request.phase = Phase::Loading {
+                    until,
+                    cancelled: false,
+                };
+                self.counts.loads += 1;
+                self.announce(order.peer);
+                self.orders.loads.push(order);
+            }
+        }
+    }
+
+    /// Time left now to the loads and extensions ordered since the last step. A forward pass may lie
+    /// between the order and the step that carries it, and that time has been used up.
+    pub(super) fn refresh_deadlines(&mut self, now: Time) {
+        let left = |request_id: &str| {
+            let request = self.requests.get(request_id)?;
+            let Phase::Loading {
+                until,
+                cancelled: false,
+            } = request.phase
+            else {
+                return None;
+            };
+            match &self.transfers.get(&request.transfer?)?.claiming {
+                Claiming::Granted { deadline, .. } => {
+                    Some(millis_left(now, (*deadline).min(until)))
+                }
+                Claiming::Waiting | Claiming::Asked { .. } | Claiming::Failed(_) => None,
+            }
+        };
+        for load in &mut self.orders.loads {
+            load.deadline_ms = left(&load.request_id).unwrap_or(0);
+        }
+        for extension in &mut self.orders.extensions {
+            extension.deadline_ms = left(&extension.request_id).unwrap_or(0);
+        }
+        // Cancelled or reported since: more time is of no use to it.
+        self.orders
+            .extensions
+            .retain(|extension| extension.deadline_ms > 0);
+    }
+
+    pub(super) fn announce(&mut self, peer_id: PeerId) {
+        if let Some(peer) = self.peers.get_mut(&peer_id)
+            && !peer.announced
+            && let PeerState::Ready(layout) = &peer.state
+        {
+            peer.announced = true;
+            self.orders.peers.push(PeerCard {
+                peer: peer_id,
+                layout: (**layout).clone(),
+            });
+        }
+    }
+
+    pub(super) fn order_fail(
+        &mut self,
+        request_id: &str,
+        dest_blocks: Vec<BlockId>,
+        failure: Failure,
+    ) {
+        self.orders.fails.push(FailOrder {
+            request_id: request_id.to_owned(),
+            dest_blocks,
+            failure,
+        });
+    }
+
+    pub(super) fn order_cancel(&mut self, request_id: &str, failure: Failure) {
+        if let Some(Request {
+            phase: Phase::Loading { cancelled, .. },
+            ..
+        }) = self.requests.get_mut(request_id)
+            && !*cancelled
+        {
+            *cancelled = true;
+            self.orders.cancels.push(CancelOrder {
+                request_id: request_id.to_owned(),
+                failure,
+            });
+        }
+    }
+
+    pub(super) fn broken(&mut self, request_id: &str, failure: Failure) -> Phase {
+        self.count_failure(request_id, &failure);
+        Phase::Broken(failure)
+    }
+
+    pub(super) fn count_failure(&mut self, request_id: &str, failure: &Failure) {
+        *self
+            .counts
+            .failures
+            .entry((failure.reason, failure.field.clone()))
+            .or_default() += 1;
+        self.note(
+            true,
+            format!("request {request_id}: load failed: {failure}"),
+        );
+    }
+}

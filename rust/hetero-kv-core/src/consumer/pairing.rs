@@ -1,0 +1,367 @@
+//! The control plane: dialling, greeting and pairing with prefill engines, and losing them.
+
+use super::peer::{Peer, PeerAddress, PeerState, check_layout, refusal};
+use super::{BACKOFF_MAX, Consumer, ConsumerOutput, PEERS_MAX, REFUSAL_KEPT};
+use crate::failure::{Failure, FailureReason};
+use crate::ids::TransferId;
+use crate::step::PeerId;
+use crate::time::Time;
+use crate::wire::WIRE_VERSION;
+use crate::wire::message::{Hello, Layout, Message};
+
+impl Consumer {
+    /// Pairs with an engine before any request needs it.
+    pub fn connect(&mut self, now: Time, address: PeerAddress) -> Result<PeerId, Failure> {
+        let peer_id = self.peer(now, address)?;
+        self.wake_peer(now, peer_id);
+        Ok(peer_id)
+    }
+
+    /// The connection asked for by [`ConsumerOutput::Dial`] stands. After a
+    /// [`ConsumerOutput::Close`] nothing of that connection may come any more.
+    pub fn handle_dialed(&mut self, now: Time, peer_id: PeerId) {
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            self.outputs.push_back(ConsumerOutput::Close(peer_id));
+            return;
+        };
+        match peer.state {
+            PeerState::Dialing => {}
+            // Given up while the dial was on its way.
+            PeerState::Idle | PeerState::Down { .. } => {
+                self.outputs.push_back(ConsumerOutput::Close(peer_id));
+                return;
+            }
+            PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_) => return,
+        }
+        peer.hear(now);
+        peer.enter(now, PeerState::Greeting);
+        let hello = Hello {
+            versions: (WIRE_VERSION, WIRE_VERSION),
+            from: self.identity.clone(),
+            expect_engine: peer.address.engine.clone(),
+            expect_incarnation: peer.address.incarnation,
+            compat_digest: self.fields.digest().to_vec(),
+        };
+        self.send(peer_id, Message::Hello(Box::new(hello)));
+    }
+
+    /// The connection could not be made, broke, or was closed by the peer.
+    pub fn handle_closed(&mut self, now: Time, peer_id: PeerId, why: &str) {
+        let Some(peer) = self.peers.get(&peer_id) else {
+            return;
+        };
+        let (reason, text) = match peer.state {
+            PeerState::Dialing | PeerState::Idle => (
+                FailureReason::Unreachable,
+                format!(
+                    "prefill engine {} at {}:{}: {why}",
+                    peer.address.engine, peer.address.host, peer.address.port
+                ),
+            ),
+            PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_) => (
+                FailureReason::PeerLost,
+                format!(
+                    "prefill engine {} at {}:{} is gone: {why}",
+                    peer.address.engine, peer.address.host, peer.address.port
+                ),
+            ),
+            PeerState::Down { .. } => return,
+        };
+        self.lose(now, peer_id, Failure::new(reason, text));
+    }
+
+    /// A message has come.
+    pub fn handle_message(&mut self, now: Time, peer_id: PeerId, message: Message) {
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
+        if !peer.is_connected() {
+            // Still in the socket when the connection was given up.
+            return;
+        }
+        peer.hear(now);
+        match (&peer.state, message) {
+            (PeerState::Greeting, Message::Accept(accept)) => {
+                if accept.from.engine != peer.address.engine
+                    || accept.from.incarnation != peer.address.incarnation
+                {
+                    let failure = Failure::of_field(
+                        FailureReason::PairRefused,
+                        "remote_engine_id",
+                        format!(
+                            "the engine there is {} ({}), expected {} ({})",
+                            accept.from.engine,
+                            accept.from.incarnation,
+                            peer.address.engine,
+                            peer.address.incarnation
+                        ),
+                    );
+                    self.hang_up(now, peer_id, failure);
+                    return;
+                }
+                peer.enter(now, PeerState::Asking(Box::new(accept.from)));
+                let layout = Layout {
+                    from: self.identity.clone(),
+                    workers: Vec::new(),
+                };
+                self.send(peer_id, Message::Layout(Box::new(layout)));
+            }
+            (
+                PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_),
+                Message::Reject(reject),
+            ) => {
+                let failure = refusal(&self.fields, &reject);
+                self.hang_up(now, peer_id, failure);
+            }
+            (PeerState::Asking(identity), Message::Layout(layout)) => {
+                match check_layout(&self.identity, self.heads, identity, &layout) {
+                    Err(failure) => self.hang_up(now, peer_id, failure),
+                    Ok(()) => self.pair(now, peer_id, layout),
+                }
+            }
+            (PeerState::Ready(_), Message::Granted(granted)) => {
+                self.handle_granted(now, peer_id, *granted);
+            }
+            (PeerState::Ready(_), Message::Gone(gone)) => self.handle_gone(now, peer_id, gone),
+            (_, Message::Ping) => self.send(peer_id, Message::Pong),
+            (_, Message::Pong) => {}
+            (_, Message::Bye) => {
+                let failure = Failure::new(FailureReason::PeerLost, "prefill is going down");
+                self.hang_up(now, peer_id, failure);
+            }
+            (PeerState::Idle | PeerState::Dialing | PeerState::Down { .. }, Message::Reject(_))
+            | (
+                PeerState::Idle
+                | PeerState::Dialing
+                | PeerState::Greeting
+                | PeerState::Asking(_)
+                | PeerState::Ready(_)
+                | PeerState::Down { .. },
+                Message::Hello(_)
+                | Message::Accept(_)
+                | Message::Layout(_)
+                | Message::Claim(_)
+                | Message::Granted(_)
+                | Message::Gone(_)
+                | Message::Renew(_)
+                | Message::Ack(_)
+                | Message::Release(_),
+            ) => {
+                let failure = Failure::new(
+                    FailureReason::PairRefused,
+                    "prefill sent a message out of place",
+                );
+                self.hang_up(now, peer_id, failure);
+            }
+        }
+    }
+
+    pub(super) fn peer(&mut self, now: Time, address: PeerAddress) -> Result<PeerId, Failure> {
+        if let Some(id) = self.by_address.get(&address) {
+            return Ok(*id);
+        }
+        if self.peers.len() >= PEERS_MAX {
+            let busy: std::collections::BTreeSet<PeerId> = self
+                .transfers
+                .values()
+                .map(|transfer| transfer.peer)
+                .collect();
+            let idle = self
+                .peers
+                .iter()
+                .filter(|(id, _)| !busy.contains(id))
+                .min_by_key(|(_, peer)| peer.used_at)
+                .map(|(id, _)| *id);
+            let Some(idle) = idle else {
+                return Err(Failure::new(
+                    FailureReason::Unreachable,
+                    format!("{PEERS_MAX} prefill engines are in use at once"),
+                ));
+            };
+            if let Some(peer) = self.peers.remove(&idle) {
+                self.by_address.remove(&peer.address);
+                if peer.is_connected() {
+                    self.outputs.push_back(ConsumerOutput::Close(idle));
+                }
+            }
+        }
+        let id = PeerId(self.next_peer);
+        self.next_peer += 1;
+        self.by_address.insert(address.clone(), id);
+        self.peers.insert(id, Peer::new(address, now));
+        Ok(id)
+    }
+
+    /// Dials a peer that is idle or whose back-off is over; true while it may still become ready.
+    pub(super) fn wake_peer(&mut self, now: Time, peer_id: PeerId) -> bool {
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return false;
+        };
+        peer.used_at = now;
+        match &peer.state {
+            PeerState::Down { until, .. } if *until > now => false,
+            PeerState::Idle | PeerState::Down { .. } => {
+                peer.enter(now, PeerState::Dialing);
+                let address = peer.address.clone();
+                self.outputs
+                    .push_back(ConsumerOutput::Dial(peer_id, address));
+                true
+            }
+            PeerState::Dialing
+            | PeerState::Greeting
+            | PeerState::Asking(_)
+            | PeerState::Ready(_) => true,
+        }
+    }
+
+    pub(super) fn pair(&mut self, now: Time, peer_id: PeerId, layout: Box<Layout>) {
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
+        if peer.announced {
+            self.counts.reconnects += 1;
+        }
+        let text = format!(
+            "paired with prefill engine {} at {}:{}: ({},{}) ranks {} -> ours {}",
+            peer.address.engine,
+            peer.address.host,
+            peer.address.port,
+            layout.from.dp_rank,
+            layout.from.tp_size,
+            layout.workers.len(),
+            self.identity.tp_size,
+        );
+        peer.failures = 0;
+        peer.enter(now, PeerState::Ready(layout));
+        self.note(false, text);
+        self.replace_others_at(now, peer_id);
+        let waiting: Vec<TransferId> = self
+            .transfers
+            .iter()
+            .filter(|(_, transfer)| transfer.peer == peer_id)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in waiting {
+            self.ask(now, id);
+            self.settle_when_unused(now, id);
+        }
+    }
+
+    /// A listener belongs to one start of one engine. Whoever was paired at this address before is
+    /// gone, even where its connection has not noticed.
+    fn replace_others_at(&mut self, now: Time, peer_id: PeerId) {
+        let Some(new) = self.peers.get(&peer_id).map(|peer| peer.address.clone()) else {
+            return;
+        };
+        let gone: Vec<PeerId> = self
+            .peers
+            .iter()
+            .filter(|(id, peer)| {
+                **id != peer_id
+                    && peer.is_connected()
+                    && peer.address.host == new.host
+                    && peer.address.port == new.port
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        for id in gone {
+            let failure = Failure::new(
+                FailureReason::PeerLost,
+                format!(
+                    "another start lives at {}:{}: engine {} ({})",
+                    new.host, new.port, new.engine, new.incarnation
+                ),
+            );
+            self.hang_up(now, id, failure);
+        }
+    }
+
+    pub(super) fn hang_up(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
+        self.outputs.push_back(ConsumerOutput::Close(peer_id));
+        self.lose(now, peer_id, failure);
+    }
+
+    /// The peer is down: everything that depends on it fails at once.
+    pub(super) fn lose(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
+        let pause = if failure.reason == FailureReason::PairRefused {
+            REFUSAL_KEPT
+        } else {
+            let doubled = self
+                .options
+                .backoff
+                .saturating_mul(1 << peer.failures.min(8));
+            doubled.min(BACKOFF_MAX)
+        };
+        peer.failures = peer.failures.saturating_add(1);
+        peer.enter(
+            now,
+            PeerState::Down {
+                why: failure.clone(),
+                until: now + pause,
+            },
+        );
+        self.note(true, failure.text.clone());
+        let lost: Vec<TransferId> = self
+            .transfers
+            .iter()
+            .filter(|(_, transfer)| transfer.peer == peer_id)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in lost {
+            self.fail_transfer(now, id, failure.clone());
+        }
+    }
+
+    pub(super) fn sweep_peers(&mut self, now: Time) {
+        let ids: Vec<PeerId> = self.peers.keys().copied().collect();
+        for peer_id in ids {
+            let Some(peer) = self.peers.get_mut(&peer_id) else {
+                continue;
+            };
+            let place = format!(
+                "prefill engine {} at {}:{}",
+                peer.address.engine, peer.address.host, peer.address.port
+            );
+            match &peer.state {
+                PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_)
+                    if peer.since + self.options.claim_timeout <= now =>
+                {
+                    let failure = Failure::new(
+                        FailureReason::Unreachable,
+                        format!(
+                            "{place}: no handshake within {:?}",
+                            self.options.claim_timeout
+                        ),
+                    );
+                    self.hang_up(now, peer_id, failure);
+                }
+                PeerState::Ready(_)
+                    if peer.lost_due(&self.options).is_some_and(|lost| lost <= now) =>
+                {
+                    let failure = Failure::new(
+                        FailureReason::PeerLost,
+                        format!(
+                            "{place}: silent for {:?} (peer_silence_s)",
+                            now.since(peer.heard_at)
+                        ),
+                    );
+                    self.hang_up(now, peer_id, failure);
+                }
+                PeerState::Ready(_) if peer.ping_due(&self.options) <= now => {
+                    peer.pinged_at = now;
+                    peer.doubted_at.get_or_insert(now);
+                    self.send(peer_id, Message::Ping);
+                }
+                PeerState::Idle
+                | PeerState::Dialing
+                | PeerState::Greeting
+                | PeerState::Asking(_)
+                | PeerState::Ready(_)
+                | PeerState::Down { .. } => {}
+            }
+        }
+    }
+}

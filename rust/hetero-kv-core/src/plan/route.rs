@@ -1,0 +1,73 @@
+//! One value names the rank that is read, everywhere.
+
+use serde::Serialize;
+
+use super::RankPlan;
+use crate::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
+
+/// The engine that ran the prefill, as its response names it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Owner {
+    /// Its id.
+    pub engine: EngineId,
+    /// Which start of it.
+    pub incarnation: Incarnation,
+    /// For keys, logs and metrics; nothing is computed from it.
+    pub dp_rank: DpRank,
+}
+
+/// One source rank of one start of one engine. Session key, handshake, dialled address, read and
+/// acknowledgement all take a `Route`, and only a plan makes one: reading from one rank under the
+/// name of another does not compile.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct Route {
+    engine: EngineId,
+    incarnation: Incarnation,
+    dp_rank: DpRank,
+    tp_rank: TpRank,
+    pp_rank: PpRank,
+}
+
+impl Route {
+    /// The source's engine.
+    pub fn engine(&self) -> &EngineId {
+        &self.engine
+    }
+
+    /// Which start of that engine.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// The engine's data parallel rank.
+    pub fn dp_rank(&self) -> DpRank {
+        self.dp_rank
+    }
+
+    /// The source's place in the engine's tensor parallel group.
+    pub fn tp_rank(&self) -> TpRank {
+        self.tp_rank
+    }
+
+    /// The source's place in the engine's pipeline.
+    pub fn pp_rank(&self) -> PpRank {
+        self.pp_rank
+    }
+}
+
+impl RankPlan {
+    /// The routes of this plan's sources in stage `pp_rank` of the owner, in the order of
+    /// [`RankPlan::sources`].
+    pub fn routes(&self, owner: &Owner, pp_rank: PpRank) -> Vec<Route> {
+        self.sources
+            .iter()
+            .map(|source| Route {
+                engine: owner.engine.clone(),
+                incarnation: owner.incarnation,
+                dp_rank: owner.dp_rank,
+                tp_rank: source.tp_rank,
+                pp_rank,
+            })
+            .collect()
+    }
+}

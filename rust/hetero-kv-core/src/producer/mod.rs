@@ -1,0 +1,590 @@
+//! P's scheduler side: grants leases on finished prefills, answers claims, counts
+//! acknowledgements, decides each release once.
+//!
+//! Driven by `handle_*(now, ..)`; after each call the caller drains [`Producer::poll_output`]
+//! until `None` and arms its timer from [`Producer::poll_timeout`]. Releases leave through
+//! [`Producer::take_releases`] into the next step's metadata, because only the workers can bump
+//! the lease pages.
+
+mod lease;
+mod slots;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+pub use lease::ConsumerKey;
+use lease::{Lease, State};
+use slots::Slots;
+
+use crate::ids::{BlockId, LeaseRef, PromptDigest, TransferId};
+use crate::layout::{CompatFields, TP_SIZE_MAX};
+use crate::time::Time;
+use crate::wire::WIRE_VERSION;
+use crate::wire::card::WorkerCard;
+use crate::wire::message::{
+    Accept, Ack, Claim, EngineIdentity, Gone, GoneReason, Granted, Hello, Layout, Message, Reject,
+    RejectCode, Renew, bounded_reason,
+};
+
+/// Ended transfers remembered, so that a late claim hears `Expired` or `Released` and a second
+/// owner of an id is refused; beyond it the oldest are forgotten and answer `Unknown`.
+pub const ENDED_REMEMBERED: usize = 65_536;
+
+/// One of the caller's connections; never re-used within a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ConnectionId(pub u64);
+
+/// Times of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseTimes {
+    /// From the end of prefill: covers queueing in the router and in D before the claim.
+    pub lease: Duration,
+    /// From each answered claim or renewal.
+    pub renewal: Duration,
+    /// Between the end of a lease and the release of its blocks.
+    pub grace: Duration,
+}
+
+/// A prefill whose blocks are handed off.
+#[derive(Clone, Debug)]
+pub struct FinishedPrefill {
+    /// vLLM's internal id.
+    pub request_id: String,
+    /// From the request's params, or minted by the caller at random.
+    pub transfer_id: TransferId,
+    /// Which prompt.
+    pub digest: PromptDigest,
+    /// Blocks per KV cache group.
+    pub block_ids: Vec<Vec<BlockId>>,
+    /// Tokens with KV in them.
+    pub num_tokens: u32,
+}
+
+/// Why a prefill's blocks are not held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OfferError {
+    /// The id is in use or was; the first owner keeps it.
+    #[error("transfer id belongs to another request of this engine")]
+    TransferIdTaken,
+    /// As many leases as a page has slots.
+    #[error("no free lease slot: too many finished prefills wait for decode")]
+    NoSlot,
+}
+
+/// A release on its way to the workers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReleaseOrder {
+    /// vLLM's internal id, to be reported in `finished_sending`.
+    pub request_id: String,
+    /// The slot to bump and the epoch that ends.
+    pub lease: LeaseRef,
+}
+
+/// What has happened so far; only grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProducerCounts {
+    /// Leases granted.
+    pub granted: u64,
+    /// Read out by one consumer engine's complete set.
+    pub read_out: u64,
+    /// Released without having been read.
+    pub released: u64,
+    /// Ended because their time was up.
+    pub expired: u64,
+    /// Claims and renewals answered `Gone`.
+    pub gone: u64,
+    /// Prefills not held because the id was taken or no slot was free.
+    pub refused_offers: u64,
+    /// Acknowledgements and releases of unknown or ended transfers.
+    pub late: u64,
+    /// Handshakes refused.
+    pub rejected_peers: u64,
+}
+
+/// A moment's state, for gauges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProducerGauges {
+    /// Leases whose blocks are still held.
+    pub leases_alive: usize,
+    /// Age of the oldest of them.
+    pub oldest_lease: Duration,
+}
+
+/// A message for a connection, or its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProducerOutput {
+    /// Send it.
+    Send(ConnectionId, Message),
+    /// Send what is queued, then close.
+    Close(ConnectionId),
+}
+
+#[derive(Clone, Debug)]
+enum Peer {
+    /// Connected; has not said who it is.
+    Anonymous,
+    /// Accepted.
+    Known { key: ConsumerKey, ranks: (u32, u32) },
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Producer {
+    identity: EngineIdentity,
+    fields: CompatFields,
+    workers: Vec<WorkerCard>,
+    times: LeaseTimes,
+    leases: BTreeMap<TransferId, Lease>,
+    by_request: BTreeMap<String, TransferId>,
+    ended: BTreeMap<TransferId, GoneReason>,
+    ended_order: VecDeque<TransferId>,
+    slots: Slots,
+    peers: BTreeMap<ConnectionId, Peer>,
+    releases: Vec<ReleaseOrder>,
+    outputs: VecDeque<ProducerOutput>,
+    counts: ProducerCounts,
+}
+
+impl Producer {
+    /// A producer without leases. `workers` are the cards of all of the engine's ranks.
+    pub fn new(
+        identity: EngineIdentity,
+        fields: CompatFields,
+        workers: Vec<WorkerCard>,
+        times: LeaseTimes,
+        lease_slots: u32,
+    ) -> Self {
+        Self {
+            identity,
+            fields,
+            workers,
+            times,
+            leases: BTreeMap::new(),
+            by_request: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            ended_order: VecDeque::new(),
+            slots: Slots::new(lease_slots),
+            peers: BTreeMap::new(),
+            releases: Vec::new(),
+            outputs: VecDeque::new(),
+            counts: ProducerCounts::default(),
+        }
+    }
+
+    /// Takes the blocks of a finished prefill under a lease.
+    pub fn finish(&mut self, now: Time, prefill: FinishedPrefill) -> Result<LeaseRef, OfferError> {
+        let id = prefill.transfer_id;
+        if self.leases.contains_key(&id)
+            || self.ended.contains_key(&id)
+            || self.by_request.contains_key(&prefill.request_id)
+        {
+            self.counts.refused_offers += 1;
+            return Err(OfferError::TransferIdTaken);
+        }
+        let Some(fence) = self.slots.take() else {
+            self.counts.refused_offers += 1;
+            return Err(OfferError::NoSlot);
+        };
+        self.counts.granted += 1;
+        self.by_request.insert(prefill.request_id.clone(), id);
+        self.leases.insert(
+            id,
+            Lease {
+                request_id: prefill.request_id,
+                transfer_id: id,
+                fence,
+                digest: prefill.digest,
+                block_ids: prefill.block_ids,
+                num_tokens: prefill.num_tokens,
+                granted_at: now,
+                state: State::Held {
+                    expires: now + self.times.lease,
+                },
+                ended: None,
+                consumers: BTreeMap::new(),
+            },
+        );
+        Ok(fence)
+    }
+
+    /// A consumer has connected.
+    pub fn handle_connected(&mut self, connection: ConnectionId) {
+        self.peers.insert(connection, Peer::Anonymous);
+    }
+
+    /// A connection is gone. Its leases stay until their time: the consumer may come back.
+    pub fn handle_closed(&mut self, connection: ConnectionId) {
+        self.peers.remove(&connection);
+    }
+
+    /// A message has come. Anything out of place closes that connection only.
+    pub fn handle_message(&mut self, now: Time, connection: ConnectionId, message: Message) {
+        let Some(peer) = self.peers.get(&connection).cloned() else {
+            return;
+        };
+        match (peer, message) {
+            (Peer::Anonymous, Message::Hello(hello)) => self.handle_hello(connection, &hello),
+            (Peer::Known { .. }, Message::Layout(_)) => {
+                let layout = Layout {
+                    from: self.identity.clone(),
+                    workers: self.workers.clone(),
+                };
+                self.send(connection, Message::Layout(Box::new(layout)));
+            }
+            (Peer::Known { key, .. }, Message::Claim(claim)) => {
+                let answer = self.handle_claim(now, &key, &claim);
+                self.send(connection, answer);
+            }
+            (Peer::Known { key, .. }, Message::Renew(renew)) => {
+                let answer = self.handle_renew(now, &key, &renew);
+                self.send(connection, answer);
+            }
+            (Peer::Known { key, ranks }, Message::Ack(ack)) => self.handle_ack(&key, ranks, ack),
+            (Peer::Known { key, .. }, Message::Release(release)) => {
+                self.handle_release(&key, release.transfer_id);
+            }
+            (_, Message::Ping) => self.send(connection, Message::Pong),
+            (_, Message::Pong) => {}
+            (_, Message::Bye) => self.close(connection),
+            (
+                Peer::Known { .. },
+                Message::Hello(_)
+                | Message::Accept(_)
+                | Message::Reject(_)
+                | Message::Granted(_)
+                | Message::Gone(_),
+            )
+            | (
+                Peer::Anonymous,
+                Message::Accept(_)
+                | Message::Reject(_)
+                | Message::Layout(_)
+                | Message::Claim(_)
+                | Message::Granted(_)
+                | Message::Gone(_)
+                | Message::Renew(_)
+                | Message::Ack(_)
+                | Message::Release(_),
+            ) => self.reject(
+                connection,
+                RejectCode::Protocol,
+                "this message does not belong here".into(),
+                None,
+            ),
+        }
+    }
+
+    /// Sweeps leases whose time is up.
+    pub fn handle_timeout(&mut self, now: Time) {
+        let due: Vec<TransferId> = self
+            .leases
+            .values()
+            .filter(|lease| lease.due().is_some_and(|due| due <= now))
+            .map(|lease| lease.transfer_id)
+            .collect();
+        for id in due {
+            let Some(lease) = self.leases.get_mut(&id) else {
+                continue;
+            };
+            match lease.state {
+                State::Held { .. } => {
+                    lease.ended = Some(GoneReason::Expired);
+                    self.counts.expired += 1;
+                    if self.times.grace.is_zero() {
+                        self.order_release(id);
+                        continue;
+                    }
+                    lease.state = State::Expiring {
+                        release_at: now + self.times.grace,
+                    };
+                }
+                State::Expiring { .. } => self.order_release(id),
+                State::Ordered => {}
+            }
+        }
+    }
+
+    /// When [`Producer::handle_timeout`] is due.
+    pub fn poll_timeout(&self) -> Option<Time> {
+        self.leases.values().filter_map(Lease::due).min()
+    }
+
+    /// What to send next.
+    pub fn poll_output(&mut self) -> Option<ProducerOutput> {
+        self.outputs.pop_front()
+    }
+
+    /// Releases decided since the last call, for the next step's metadata. Each comes once.
+    pub fn take_releases(&mut self) -> Vec<ReleaseOrder> {
+        std::mem::take(&mut self.releases)
+    }
+
+    /// Whether a release waits for a step.
+    pub fn has_releases(&self) -> bool {
+        !self.releases.is_empty()
+    }
+
+    /// All workers have reported `finished_sending`: the slot can be used again.
+    pub fn handle_sent(&mut self, request_id: &str) {
+        let Some(id) = self.by_request.remove(request_id) else {
+            return;
+        };
+        let Some(lease) = self.leases.remove(&id) else {
+            return;
+        };
+        self.slots.give_back(lease.fence);
+        self.remember(id, lease.ended.unwrap_or(GoneReason::Released));
+    }
+
+    /// Ends every lease at once: the engine is going down or its cache was reset.
+    pub fn revoke_all(&mut self) {
+        let ids: Vec<TransferId> = self
+            .leases
+            .values()
+            .filter(|lease| lease.state != State::Ordered)
+            .map(|lease| lease.transfer_id)
+            .collect();
+        for id in ids {
+            self.end(id, GoneReason::Released);
+            self.counts.released += 1;
+        }
+    }
+
+    /// Counters.
+    pub fn counts(&self) -> ProducerCounts {
+        self.counts
+    }
+
+    /// Gauges at `now`.
+    pub fn gauges(&self, now: Time) -> ProducerGauges {
+        ProducerGauges {
+            leases_alive: self.leases.len(),
+            oldest_lease: self
+                .leases
+                .values()
+                .map(|lease| now.since(lease.granted_at))
+                .max()
+                .unwrap_or_default(),
+        }
+    }
+
+    fn handle_hello(&mut self, connection: ConnectionId, hello: &Hello) {
+        let refusal = if !(hello.versions.0..=hello.versions.1).contains(&WIRE_VERSION) {
+            Some((
+                RejectCode::Version,
+                format!(
+                    "wire version: this engine speaks {WIRE_VERSION}, the peer speaks {} to {}",
+                    hello.versions.0, hello.versions.1
+                ),
+            ))
+        } else if !(1..=TP_SIZE_MAX).contains(&hello.from.tp_size)
+            || !(1..=TP_SIZE_MAX).contains(&hello.from.pp_size)
+        {
+            // Acknowledgements are counted up to the product of the two.
+            Some((
+                RejectCode::Protocol,
+                format!(
+                    "tp_size and pp_size: the peer says {} and {}, each has to be in 1..={TP_SIZE_MAX}",
+                    hello.from.tp_size, hello.from.pp_size
+                ),
+            ))
+        } else if hello.expect_engine != self.identity.engine {
+            Some((
+                RejectCode::WrongEngine,
+                format!(
+                    "engine_id: {} lives here, the peer looks for {}",
+                    self.identity.engine, hello.expect_engine
+                ),
+            ))
+        } else if hello.expect_incarnation != self.identity.incarnation {
+            Some((
+                RejectCode::WrongIncarnation,
+                format!(
+                    "incarnation: {} lives here, the peer looks for {}; the engine was restarted",
+                    self.identity.incarnation, hello.expect_incarnation
+                ),
+            ))
+        } else if hello.compat_digest != self.fields.digest() {
+            let reason = "the caches of the two engines are not alike".to_owned();
+            self.counts.rejected_peers += 1;
+            let fields = self.fields.clone();
+            self.reject(connection, RejectCode::Incompatible, reason, Some(fields));
+            return;
+        } else {
+            None
+        };
+        if let Some((code, reason)) = refusal {
+            self.counts.rejected_peers += 1;
+            self.reject(connection, code, reason, None);
+            return;
+        }
+        self.peers.insert(
+            connection,
+            Peer::Known {
+                key: (hello.from.engine.clone(), hello.from.incarnation),
+                ranks: (hello.from.tp_size, hello.from.pp_size),
+            },
+        );
+        let accept = Accept {
+            version: WIRE_VERSION,
+            from: self.identity.clone(),
+        };
+        self.send(connection, Message::Accept(accept));
+    }
+
+    fn handle_claim(&mut self, now: Time, consumer: &ConsumerKey, claim: &Claim) -> Message {
+        let id = claim.transfer_id;
+        if let Some(lease) = self.leases.get(&id)
+            && (lease.fence.epoch.0 != claim.epoch || lease.digest != claim.prompt_digest)
+        {
+            return self.gone(id, GoneReason::Foreign, claim.question);
+        }
+        self.grant(now, consumer, id, claim.question)
+    }
+
+    fn handle_renew(&mut self, now: Time, consumer: &ConsumerKey, renew: &Renew) -> Message {
+        let id = renew.transfer_id;
+        // Only a claim proves which prompt and which epoch are meant.
+        if let Some(lease) = self.leases.get(&id)
+            && !lease.consumers.contains_key(consumer)
+        {
+            return self.gone(id, GoneReason::Foreign, renew.question);
+        }
+        self.grant(now, consumer, id, renew.question)
+    }
+
+    fn grant(
+        &mut self,
+        now: Time,
+        consumer: &ConsumerKey,
+        id: TransferId,
+        question: u64,
+    ) -> Message {
+        let Some(lease) = self.leases.get_mut(&id) else {
+            let reason = self.ended.get(&id).copied();
+            return self.gone(id, reason.unwrap_or(GoneReason::Unknown), question);
+        };
+        let State::Held { expires } = &mut lease.state else {
+            let reason = lease.ended.unwrap_or(GoneReason::Released);
+            return self.gone(id, reason, question);
+        };
+        // A sweep that is late by a scheduling delay must not hand out time that is over.
+        if *expires <= now {
+            return self.gone(id, GoneReason::Expired, question);
+        }
+        // Never shortens: the first lease may be the longer one.
+        *expires = (*expires).max(now + self.times.renewal);
+        let expires = *expires;
+        lease.consumers.entry(consumer.clone()).or_default();
+        Message::Granted(Box::new(Granted {
+            transfer_id: id,
+            granted_ms: u64::try_from(expires.since(now).as_millis()).unwrap_or(u64::MAX),
+            lease: lease.fence,
+            block_ids: lease.block_ids.clone(),
+            num_tokens: lease.num_tokens,
+            question,
+        }))
+    }
+
+    fn handle_ack(&mut self, consumer: &ConsumerKey, ranks: (u32, u32), ack: Ack) {
+        let Some(lease) = self.leases.get_mut(&ack.transfer_id) else {
+            self.counts.late += 1;
+            return;
+        };
+        if lease.state == State::Ordered || !lease.consumers.contains_key(consumer) {
+            self.counts.late += 1;
+            return;
+        }
+        if lease.acknowledge(consumer, ack.ranks, ranks) {
+            self.counts.read_out += 1;
+            self.end(ack.transfer_id, GoneReason::Released);
+        }
+    }
+
+    fn handle_release(&mut self, consumer: &ConsumerKey, id: TransferId) {
+        let Some(lease) = self.leases.get_mut(&id) else {
+            self.counts.late += 1;
+            return;
+        };
+        if lease.state == State::Ordered {
+            self.counts.late += 1;
+            return;
+        }
+        // Another engine that has claimed the same transfer (a retried decode) keeps it alive.
+        lease.consumers.remove(consumer);
+        if lease.consumers.is_empty() {
+            self.counts.released += 1;
+            self.end(id, GoneReason::Released);
+        }
+    }
+
+    fn end(&mut self, id: TransferId, reason: GoneReason) {
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.ended.get_or_insert(reason);
+        }
+        self.order_release(id);
+    }
+
+    fn order_release(&mut self, id: TransferId) {
+        let Some(lease) = self.leases.get_mut(&id) else {
+            return;
+        };
+        if lease.state == State::Ordered {
+            return;
+        }
+        lease.state = State::Ordered;
+        self.releases.push(ReleaseOrder {
+            request_id: lease.request_id.clone(),
+            lease: lease.fence,
+        });
+    }
+
+    fn remember(&mut self, id: TransferId, reason: GoneReason) {
+        if self.ended.insert(id, reason).is_none() {
+            self.ended_order.push_back(id);
+        }
+        while self.ended_order.len() > ENDED_REMEMBERED {
+            if let Some(oldest) = self.ended_order.pop_front() {
+                self.ended.remove(&oldest);
+            }
+        }
+    }
+
+    fn gone(&mut self, transfer_id: TransferId, reason: GoneReason, question: u64) -> Message {
+        self.counts.gone += 1;
+        Message::Gone(Gone {
+            transfer_id,
+            reason,
+            question,
+        })
+    }
+
+    fn send(&mut self, connection: ConnectionId, message: Message) {
+        self.outputs
+            .push_back(ProducerOutput::Send(connection, message));
+    }
+
+    fn reject(
+        &mut self,
+        connection: ConnectionId,
+        code: RejectCode,
+        reason: String,
+        fields: Option<CompatFields>,
+    ) {
+        let reject = Reject {
+            code,
+            reason: bounded_reason(&reason),
+            fields,
+        };
+        self.send(connection, Message::Reject(Box::new(reject)));
+        self.close(connection);
+    }
+
+    fn close(&mut self, connection: ConnectionId) {
+        self.peers.remove(&connection);
+        self.outputs.push_back(ProducerOutput::Close(connection));
+    }
+}
+
+#[cfg(test)]
+mod tests;

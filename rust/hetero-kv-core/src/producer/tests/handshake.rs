@@ -1,0 +1,175 @@
+//! Who is let in.
+
+use super::*;
+use crate::testing::fields;
+
+fn refused(change: impl FnOnce(&mut Hello)) -> (Reject, Producer) {
+    let mut p = producer();
+    let mut hello = hello("decode", 100, 1);
+    change(&mut hello);
+    p.handle_connected(D);
+    p.handle_message(at(secs(0)), D, Message::Hello(Box::new(hello)));
+    let outputs = drain(&mut p);
+    let [
+        ProducerOutput::Send(D, Message::Reject(reject)),
+        ProducerOutput::Close(D),
+    ] = outputs.as_slice()
+    else {
+        panic!("{outputs:?}")
+    };
+    ((**reject).clone(), p)
+}
+
+#[test]
+fn each_refusal_names_what_differs_and_both_values() {
+    let cases: [(fn(&mut Hello), RejectCode, &[&str]); 5] = [
+        (
+            |h| h.versions = (2, 3),
+            RejectCode::Version,
+            &["speaks 1,", "2 to 3"],
+        ),
+        (
+            |h| h.expect_engine = EngineId::new("elsewhere").expect("valid"),
+            RejectCode::WrongEngine,
+            &["prefill lives here", "elsewhere"],
+        ),
+        (
+            |h| h.expect_incarnation = Incarnation(9),
+            RejectCode::WrongIncarnation,
+            &["0000000000000001", "0000000000000009", "restarted"],
+        ),
+        (
+            |h| h.from.tp_size = 0,
+            RejectCode::Protocol,
+            &["tp_size", "0"],
+        ),
+        (
+            |h| h.from.pp_size = 1 << 20,
+            RejectCode::Protocol,
+            &["pp_size", "1048576"],
+        ),
+    ];
+    for (change, code, words) in cases {
+        let (reject, p) = refused(change);
+        assert_eq!(reject.code, code);
+        for word in words {
+            assert!(
+                reject.reason.contains(word),
+                "{word:?} in {:?}",
+                reject.reason
+            );
+        }
+        assert_eq!(reject.fields, None);
+        assert_eq!(p.counts().rejected_peers, 1);
+    }
+}
+
+#[test]
+fn unlike_caches_are_refused_with_our_fields() {
+    let (reject, _) = refused(|h| {
+        h.compat_digest = fields(&[("dtype", "bfloat16"), ("model", "tiny")])
+            .digest()
+            .to_vec();
+    });
+    assert_eq!(reject.code, RejectCode::Incompatible);
+    assert_eq!(reject.fields, Some(common_fields()));
+    // A digest of another length is no way around it.
+    let (reject, _) = refused(|h| h.compat_digest.truncate(16));
+    assert_eq!(reject.code, RejectCode::Incompatible);
+}
+
+#[test]
+fn a_dialer_with_a_range_of_versions_is_taken_when_ours_is_in_it() {
+    let mut p = producer();
+    p.handle_connected(D);
+    let mut hello = hello("decode", 100, 1);
+    hello.versions = (0, 7);
+    p.handle_message(at(secs(0)), D, Message::Hello(Box::new(hello)));
+    let outputs = drain(&mut p);
+    let [ProducerOutput::Send(D, Message::Accept(accept))] = outputs.as_slice() else {
+        panic!("{outputs:?}")
+    };
+    assert_eq!(accept.version, WIRE_VERSION);
+}
+
+#[test]
+fn a_stranger_gets_nothing_but_the_door() {
+    let lease = LeaseRef {
+        slot: crate::ids::Slot(0),
+        epoch: crate::ids::Epoch(1),
+    };
+    let layout = Layout {
+        from: identity("decode", 100, 1),
+        workers: Vec::new(),
+    };
+    for message in [
+        Message::Layout(Box::new(layout)),
+        Message::Claim(claim_of(5, lease)),
+        Message::Renew(Renew {
+            transfer_id: transfer(5),
+            question: 1,
+        }),
+        Message::Ack(Ack {
+            transfer_id: transfer(5),
+            ranks: Vec::new(),
+        }),
+    ] {
+        let mut p = producer();
+        finish(&mut p, at(secs(0)), 5);
+        p.handle_connected(D);
+        p.handle_message(at(secs(0)), D, message.clone());
+        let outputs = drain(&mut p);
+        let [
+            ProducerOutput::Send(D, Message::Reject(reject)),
+            ProducerOutput::Close(D),
+        ] = outputs.as_slice()
+        else {
+            panic!("{message:?}: {outputs:?}")
+        };
+        assert_eq!(reject.code, RejectCode::Protocol);
+        // Whatever was still in the socket is not answered.
+        p.handle_message(at(secs(0)), D, Message::Ping);
+        assert!(drain(&mut p).is_empty());
+        assert_eq!(p.gauges(at(secs(0))).leases_alive, 1);
+    }
+}
+
+#[test]
+fn a_message_of_the_other_side_closes_that_connection_only() {
+    let mut p = producer();
+    let other = ConnectionId(2);
+    greet(&mut p, D, "decode", 1);
+    greet(&mut p, other, "other", 1);
+    let accept = Accept {
+        version: WIRE_VERSION,
+        from: identity("decode", 100, 1),
+    };
+    p.handle_message(at(secs(1)), D, Message::Accept(accept));
+    assert_eq!(drain(&mut p).last(), Some(&ProducerOutput::Close(D)));
+    let answer = ask(&mut p, at(secs(1)), other, Message::Ping);
+    assert_eq!(answer, Message::Pong);
+}
+
+#[test]
+fn cards_of_all_ranks_go_to_whoever_was_accepted() {
+    let mut p = producer();
+    greet(&mut p, D, "decode", 1);
+    let layout = Layout {
+        from: identity("decode", 100, 1),
+        workers: Vec::new(),
+    };
+    let answer = ask(&mut p, at(secs(0)), D, Message::Layout(Box::new(layout)));
+    let Message::Layout(layout) = answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(layout.from, identity("prefill", 1, 2));
+    assert_eq!(layout.workers, cards(2));
+}
+
+#[test]
+fn bye_closes() {
+    let mut p = producer();
+    greet(&mut p, D, "decode", 1);
+    p.handle_message(at(secs(0)), D, Message::Bye);
+    assert_eq!(drain(&mut p), [ProducerOutput::Close(D)]);
+}

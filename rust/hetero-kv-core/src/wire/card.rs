@@ -1,0 +1,66 @@
+//! What one worker announces of itself: its place, its cache and the ways to read it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{DpRank, PpRank, TpRank};
+use crate::layout::RankCache;
+
+/// One worker as its engine's control plane announces it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerCard {
+    /// Data parallel rank of the engine; for keys, logs and metrics.
+    pub dp_rank: DpRank,
+    /// Place in the tensor parallel group.
+    pub tp_rank: TpRank,
+    /// Place in the pipeline.
+    pub pp_rank: PpRank,
+    /// Where its KV lies and how it is cut.
+    pub cache: RankCache,
+    /// Ways to read it.
+    pub endpoints: Endpoints,
+}
+
+/// Ways to read one rank's memory. Absent: not offered.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoints {
+    /// Same host, by `process_vm_readv`.
+    #[serde(default)]
+    pub process: Option<ProcessEndpoint>,
+    /// Anywhere, by TCP.
+    #[serde(default)]
+    pub tcp: Option<TcpEndpoint>,
+}
+
+/// How another process of the same host reads this one's memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessEndpoint {
+    /// `/proc/sys/kernel/random/boot_id`: equal means the same running kernel.
+    pub boot_id: String,
+    /// Inode of the pid namespace: a pid means the same process only where this is equal.
+    pub pid_namespace: u64,
+    /// The owner's pid.
+    pub pid: u32,
+    /// Start time of the owner in clock ticks since boot (`/proc/PID/stat` field 22), so that a
+    /// re-used pid is not taken for it.
+    pub start_ticks: u64,
+    /// Address of 16 random bytes in the owner, read as a probe of the permission.
+    pub nonce_address: u64,
+    /// What has to be read there.
+    #[serde(with = "serde_bytes")]
+    pub nonce: Vec<u8>,
+    /// Address of the lease page: [`crate::lease_page`] says how it is laid out.
+    pub lease_page_address: u64,
+    /// Slots on the lease page.
+    pub lease_slots: u32,
+    /// First word of the lease page; drawn at random at each start.
+    pub lease_page_nonce: u64,
+}
+
+/// The data listener of a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TcpEndpoint {
+    /// Host name or address as advertised; IPv6 without brackets.
+    pub host: String,
+    /// Port it got.
+    pub port: u16,
+}

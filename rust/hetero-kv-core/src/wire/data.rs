@@ -1,0 +1,138 @@
+//! Messages of the `tcp` data plane, between one reading rank and one source rank.
+//!
+//! ```text
+//! reader                     holder
+//! Attach                ->
+//!                       <-   Attached | AttachRefused (and the connection ends)
+//! Fetch (several ahead) ->
+//!                       <-   FetchData, then exactly `bytes` raw bytes   (only of a living lease)
+//!                       <-   FetchEnd
+//! ```
+//!
+//! Answers come in the order of the fetches. The raw bytes follow the frame without a header of
+//! their own, in the order of the fetch's runs, so that both sides move them straight between the
+//! socket and KV memory.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{DpRank, EngineId, Epoch, Incarnation, LeaseRef, PpRank, Slot, TpRank};
+
+/// Most runs in one fetch: enough that a fetch of 4 KiB blocks is 4 MiB, and few enough that a
+/// holder allocates at most 24 KiB for a request.
+pub const FETCH_RUNS_MAX: usize = 1024;
+
+/// Most bytes in one fetch: what a reader that cancels has to wait for, or throw away.
+pub const FETCH_BYTES_MAX: u64 = 4 << 20;
+
+/// Largest payload of a data plane frame: [`FETCH_RUNS_MAX`] runs of 24 msgpack bytes each, and
+/// room for the fields around them.
+pub const DATA_FRAME_BYTES_MAX: usize = 32 << 10;
+
+/// First frame of a connection: who the reader believes to have dialled.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attach {
+    /// Engine of the source rank.
+    pub engine: EngineId,
+    /// Start of that engine.
+    pub incarnation: Incarnation,
+    /// Data parallel rank.
+    pub dp_rank: DpRank,
+    /// Tensor parallel rank.
+    pub tp_rank: TpRank,
+    /// Pipeline rank.
+    pub pp_rank: PpRank,
+}
+
+/// The holder takes the connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attached {
+    /// Lengths in bytes of the holder's regions, in order.
+    pub region_bytes: Vec<u64>,
+}
+
+/// Why a holder refuses a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttachRefusal {
+    /// Another engine listens at this address.
+    Engine,
+    /// The same engine, started anew.
+    Incarnation,
+    /// The right engine, another rank of it.
+    Rank,
+    /// The holder does not know its own incarnation yet; try again.
+    NotReady,
+    /// The holder serves as many connections as it may.
+    Busy,
+}
+
+/// The holder refuses the connection and closes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachRefused {
+    /// To branch on.
+    pub code: AttachRefusal,
+    /// For the log: the field and both values.
+    pub text: String,
+}
+
+/// A contiguous piece of one of the holder's regions: (region, offset in bytes, length in bytes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceRun(pub u32, pub u64, pub u64);
+
+/// Runs to read under one lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fetch {
+    /// The reader's number of this fetch; the answers carry it.
+    pub id: u64,
+    /// Slot of the lease.
+    pub slot: Slot,
+    /// Epoch that has to stand in the slot, before and after.
+    pub epoch: Epoch,
+    /// What to read, at most [`FETCH_RUNS_MAX`] runs and [`FETCH_BYTES_MAX`] bytes.
+    pub runs: Vec<SourceRun>,
+}
+
+impl Fetch {
+    /// The lease it reads under.
+    pub fn lease(&self) -> LeaseRef {
+        LeaseRef {
+            slot: self.slot,
+            epoch: self.epoch,
+        }
+    }
+}
+
+/// Raw bytes of a fetch follow this frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchData {
+    /// The fetch.
+    pub id: u64,
+    /// How many raw bytes follow: the sum of the fetch's runs.
+    pub bytes: u64,
+}
+
+/// Outcome of a fetch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FetchStatus {
+    /// The lease stood before the first byte was read and after the last.
+    Ok,
+    /// The lease did not stand: bytes that came, if any, are worth nothing.
+    LeaseGone,
+    /// A run lies outside the holder's regions, or the fetch is over a limit.
+    OutOfBounds,
+}
+
+/// Ends a fetch, after its bytes if any were sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchEnd {
+    /// The fetch.
+    pub id: u64,
+    /// To branch on.
+    pub status: FetchStatus,
+    /// For the log; empty when all is well.
+    pub text: String,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,126 @@
+use std::fmt::Debug;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::*;
+use crate::wire::{FrameError, HEADER_BYTES, Kind, decode, encode};
+
+/// The message encodes to exactly these bytes and they decode to the message: a change of either
+/// breaks peers of another version.
+fn check_golden<M: Serialize + DeserializeOwned + PartialEq + Debug>(
+    kind: Kind,
+    message: &M,
+    golden: &str,
+) {
+    let bytes = encode(kind, message).expect("the message is small");
+    assert_eq!(hex::encode(&bytes), golden, "{kind:?}");
+    let back: M = decode(kind, &bytes[HEADER_BYTES..]).expect("own bytes decode");
+    assert_eq!(&back, message);
+    for cut in HEADER_BYTES..bytes.len() - 1 {
+        assert!(
+            decode::<M>(kind, &bytes[HEADER_BYTES..cut]).is_err(),
+            "{kind:?} cut at byte {cut} decodes"
+        );
+    }
+}
+
+fn fetch() -> Fetch {
+    Fetch {
+        id: 7,
+        slot: Slot(3),
+        epoch: Epoch(300),
+        runs: vec![SourceRun(0, 65_536, 4096), SourceRun(1, 1, 5)],
+    }
+}
+
+#[test]
+fn golden_bytes() {
+    check_golden(
+        Kind::Attach,
+        &Attach {
+            engine: EngineId::new("p_dp1").expect("valid"),
+            incarnation: Incarnation(0xab),
+            dp_rank: DpRank(1),
+            tp_rank: TpRank(2),
+            pp_rank: PpRank(0),
+        },
+        "GOLDEN_ATTACH",
+    );
+    check_golden(
+        Kind::Attached,
+        &Attached {
+            region_bytes: vec![1 << 20, 12],
+        },
+        "GOLDEN_ATTACHED",
+    );
+    check_golden(
+        Kind::AttachRefused,
+        &AttachRefused {
+            code: AttachRefusal::Incarnation,
+            text: "started anew".into(),
+        },
+        "GOLDEN_REFUSED",
+    );
+    check_golden(Kind::Fetch, &fetch(), "GOLDEN_FETCH");
+    check_golden(
+        Kind::FetchData,
+        &FetchData { id: 7, bytes: 4101 },
+        "GOLDEN_DATA",
+    );
+    check_golden(
+        Kind::FetchEnd,
+        &FetchEnd {
+            id: 7,
+            status: FetchStatus::LeaseGone,
+            text: String::new(),
+        },
+        "GOLDEN_END",
+    );
+}
+
+#[test]
+fn the_largest_fetch_fits_the_frame_limit() {
+    let largest = Fetch {
+        id: u64::MAX,
+        slot: Slot(u32::MAX),
+        epoch: Epoch(u64::MAX),
+        runs: vec![SourceRun(u32::MAX, u64::MAX, u64::MAX); FETCH_RUNS_MAX],
+    };
+    let bytes = encode(Kind::Fetch, &largest).expect("under the frame limit");
+    let payload_bytes = bytes.len() - HEADER_BYTES;
+    assert!(
+        payload_bytes <= DATA_FRAME_BYTES_MAX,
+        "{payload_bytes} bytes"
+    );
+}
+
+#[test]
+fn unknown_fields_are_tolerated_and_unknown_statuses_are_not() {
+    #[derive(Serialize)]
+    struct Newer<'a> {
+        id: u64,
+        status: &'a str,
+        text: &'a str,
+        added_later: u32,
+    }
+    let newer = |status| Newer {
+        id: 1,
+        status,
+        text: "",
+        added_later: 9,
+    };
+    let bytes = encode(Kind::FetchEnd, &newer("ok")).expect("small");
+    let end: FetchEnd = decode(Kind::FetchEnd, &bytes[HEADER_BYTES..]).expect("tolerated");
+    assert_eq!(end.status, FetchStatus::Ok);
+
+    let bytes = encode(Kind::FetchEnd, &newer("perhaps")).expect("small");
+    let error = decode::<FetchEnd>(Kind::FetchEnd, &bytes[HEADER_BYTES..]).expect_err("refused");
+    assert!(matches!(
+        error,
+        FrameError::Payload {
+            kind: Kind::FetchEnd,
+            ..
+        }
+    ));
+}

@@ -1,0 +1,191 @@
+//! What a client gets: bodies, error answers, and the record of how each request ended.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
+use http_body::{Body, Frame, SizeHint};
+use tokio::time::Instant;
+
+use crate::app::App;
+use crate::metrics::{PhaseLabels, RequestLabels};
+use crate::openai::error::ApiError;
+use crate::stream::{DecodeStream, StreamBroken};
+
+/// Status that stands in metrics for a client that left before its answer began.
+const CLIENT_LEFT: u16 = 499;
+
+/// The body of any answer.
+#[derive(Debug)]
+pub enum ClientBody {
+    /// Bytes that are all there.
+    Full(Bytes),
+    /// A decode answer as it comes.
+    Stream(Box<DecodeStream>),
+}
+
+impl Body for ClientBody {
+    type Data = Bytes;
+    type Error = StreamBroken;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
+        match &mut *self {
+            Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
+            Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::Stream(stream) => stream.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Full(bytes) => bytes.is_empty(),
+            Self::Stream(stream) => stream.is_ended(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Full(bytes) => SizeHint::with_exact(bytes.len() as u64),
+            Self::Stream(stream) => stream.size_hint(),
+        }
+    }
+}
+
+/// Any answer.
+pub type Answer = Response<ClientBody>;
+
+/// Bytes with a content type.
+pub fn full(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
+    let mut answer = Response::new(ClientBody::Full(body.into()));
+    *answer.status_mut() = status;
+    answer
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    answer
+}
+
+/// An engine's answer that was read whole.
+pub fn passed_on(status: StatusCode, headers: HeaderMap, body: Bytes) -> Answer {
+    let mut answer = Response::new(ClientBody::Full(body));
+    *answer.status_mut() = status;
+    *answer.headers_mut() = headers;
+    answer
+}
+
+/// The proxy's own error.
+pub fn error(error: &ApiError) -> Answer {
+    let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut answer = full(status, "application/json", error.body());
+    if matches!(error.status, 429 | 503) {
+        answer
+            .headers_mut()
+            .insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    answer
+}
+
+/// Where a request is in its life; the label of `client_disconnects_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Its body is being read.
+    Admit,
+    /// The prefill leg is out and not answered.
+    Prefill,
+    /// Prefill has answered; the decode leg is on its way or not answered.
+    HandOver,
+    /// The decode answer is passed on.
+    Stream,
+}
+
+impl Phase {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Admit => "admit",
+            Self::Prefill => "prefill",
+            Self::HandOver => "handover",
+            Self::Stream => "stream",
+        }
+    }
+}
+
+/// Counts one request exactly once, however it ends. Dropped without [`Record::finish`] it counts a
+/// client that left: hyper drops a request's future, or the body of its answer, when the client
+/// closes its connection.
+#[derive(Debug)]
+pub struct Record {
+    app: Arc<App>,
+    route: &'static str,
+    started: Instant,
+    phase: Phase,
+    status: Option<u16>,
+    finished: bool,
+}
+
+impl Record {
+    /// A request that begins now.
+    pub fn new(app: Arc<App>, route: &'static str) -> Self {
+        Self {
+            app,
+            route,
+            started: Instant::now(),
+            phase: Phase::Admit,
+            status: None,
+            finished: false,
+        }
+    }
+
+    /// When the request began.
+    pub fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// The request goes into another phase.
+    pub fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+    }
+
+    /// The head of the answer goes out with this status; its body follows.
+    pub fn answering(&mut self, status: StatusCode) {
+        self.phase = Phase::Stream;
+        self.status = Some(status.as_u16());
+    }
+
+    /// The request ended with this status, or with the one that is already out.
+    pub fn finish(mut self, status: StatusCode) {
+        self.status.get_or_insert(status.as_u16());
+        self.finished = true;
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let status = self.status.unwrap_or(CLIENT_LEFT);
+        let labels = RequestLabels {
+            route: self.route,
+            status,
+        };
+        self.app.metrics.requests.get_or_create(&labels).inc();
+        let phase = self.phase.name();
+        if !self.finished {
+            let labels = PhaseLabels { phase };
+            self.app
+                .metrics
+                .client_disconnects
+                .get_or_create(&labels)
+                .inc();
+        }
+        tracing::debug!(
+            route = self.route,
+            status,
+            phase,
+            complete = self.finished,
+            seconds = self.started.elapsed().as_secs_f64(),
+            "request"
+        );
+    }
+}

@@ -1,0 +1,163 @@
+//! The command line: one struct that the flags, the environment and the TOML file all fill.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use serde::{Deserialize, Serialize};
+
+const EXAMPLE: &str = "\
+Example: two prefill engines, one of them with 8 DP ranks, and one decode engine
+
+  hetero-kv-proxy serve --listen 0.0.0.0:8000 \\
+    --prefill http://10.0.0.1:8100 --prefill http://10.0.0.2:8100,dp=8 \\
+    --decode http://10.0.0.3:8200,dp=8
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{\"model\":\"MODEL\",\"prompt\":\"Hello\",\"max_tokens\":16,\"stream\":true}'
+
+A flag wins over its environment variable, and that over the TOML file. `hetero-kv-proxy check`
+with the same flags prints what `serve` would run with, as a TOML file that --config takes.";
+
+/// Routes OpenAI requests to vLLM engines with separate prefill and decode (P/D).
+///
+/// Each request runs on a prefill engine first; the KV handle in its answer goes to a decode
+/// engine, which reads the KV cache from the prefill engine and streams the answer.
+#[derive(Debug, Parser)]
+#[command(name = "hetero-kv-proxy", version, after_help = EXAMPLE)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve the OpenAI API in front of the engines
+    #[command(after_help = EXAMPLE)]
+    Serve(Box<Invocation>),
+    /// Print the resolved configuration as TOML, or every fault in it
+    Check(Box<Invocation>),
+}
+
+/// The settings and where the file with more of them is.
+#[derive(Debug, Args)]
+pub struct Invocation {
+    /// TOML file with any of the settings below; names as the flags, with `_` for `-`
+    #[arg(long, env = "HETERO_KV_PROXY_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// The settings given by flag or environment.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// Declares the settings once: as flags, as environment variables and as TOML keys.
+macro_rules! settings {
+    ($($(#[$meta:meta])* $field:ident: $kind:ty, $env:literal;)*) => {
+        /// Every setting, each absent where its source does not give it.
+        #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct Settings {
+            $(
+                $(#[$meta])*
+                #[arg(long, env = $env)]
+                pub $field: Option<$kind>,
+            )*
+        }
+
+        impl Settings {
+            /// These settings, with those of `other` where these are silent.
+            #[must_use]
+            pub fn or(self, other: Self) -> Self {
+                Self { $($field: self.$field.or(other.$field),)* }
+            }
+        }
+    };
+}
+
+settings! {
+    /// Address to serve on; port 0 lets the system choose [default: 127.0.0.1:8000]
+    #[arg(value_name = "HOST:PORT")]
+    listen: String, "HETERO_KV_PROXY_LISTEN";
+    /// A prefill instance: base URL, its number of DP ranks, header value of its first rank; repeatable (in the environment: separated by blanks)
+    #[arg(value_name = "URL[,dp=N][,rank0=K]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
+    prefill: Vec<String>, "HETERO_KV_PROXY_PREFILL";
+    /// A decode instance; as --prefill
+    #[arg(value_name = "URL[,dp=N][,rank0=K]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
+    decode: Vec<String>, "HETERO_KV_PROXY_DECODE";
+    /// KV connector of the engines: hetero [default: hetero]
+    #[arg(value_name = "NAME")]
+    connector: String, "HETERO_KV_PROXY_CONNECTOR";
+    /// How slots are chosen: round-robin or least-loaded [default: round-robin]
+    #[arg(value_name = "POLICY")]
+    policy: String, "HETERO_KV_PROXY_POLICY";
+    /// Policy of the prefill leg, instead of --policy
+    #[arg(value_name = "POLICY")]
+    prefill_policy: String, "HETERO_KV_PROXY_PREFILL_POLICY";
+    /// Policy of the decode leg, instead of --policy
+    #[arg(value_name = "POLICY")]
+    decode_policy: String, "HETERO_KV_PROXY_DECODE_POLICY";
+    /// When prefill answers without kv_transfer_params: fail (502) or recompute on decode [default: fail]
+    #[arg(value_name = "fail|recompute")]
+    on_missing_kv: String, "HETERO_KV_PROXY_ON_MISSING_KV";
+    /// Longest wait for a connection to an engine [default: 5000]
+    #[arg(value_name = "MS")]
+    connect_timeout_ms: u64, "HETERO_KV_PROXY_CONNECT_TIMEOUT_MS";
+    /// Deadline of a whole request, both legs and the answer [default: 600]
+    #[arg(value_name = "S")]
+    request_timeout_s: u64, "HETERO_KV_PROXY_REQUEST_TIMEOUT_S";
+    /// Longest silence between two chunks of a decode answer [default: 300]
+    #[arg(value_name = "S")]
+    stream_idle_timeout_s: u64, "HETERO_KV_PROXY_STREAM_IDLE_TIMEOUT_S";
+    /// Longest wait for a client's request head, also on a kept connection [default: 30]
+    #[arg(value_name = "S")]
+    header_read_timeout_s: u64, "HETERO_KV_PROXY_HEADER_READ_TIMEOUT_S";
+    /// Longest silence within a client's request body [default: 30]
+    #[arg(value_name = "S")]
+    body_read_timeout_s: u64, "HETERO_KV_PROXY_BODY_READ_TIMEOUT_S";
+    /// Longest time in which a client takes no byte of its answer [default: 60]
+    #[arg(value_name = "S")]
+    client_write_timeout_s: u64, "HETERO_KV_PROXY_CLIENT_WRITE_TIMEOUT_S";
+    /// Largest request body; larger ones get 413 [default: 67108864]
+    #[arg(value_name = "BYTES")]
+    body_bytes_max: u64, "HETERO_KV_PROXY_BODY_BYTES_MAX";
+    /// Largest prefill answer that is read [default: 67108864]
+    #[arg(value_name = "BYTES")]
+    prefill_answer_bytes_max: u64, "HETERO_KV_PROXY_PREFILL_ANSWER_BYTES_MAX";
+    /// Requests served at once; more get 429 [default: 4096]
+    #[arg(value_name = "N")]
+    requests_max: usize, "HETERO_KV_PROXY_REQUESTS_MAX";
+    /// Client connections held at once; more wait in the listen queue [default: 16384]
+    #[arg(value_name = "N")]
+    connections_max: usize, "HETERO_KV_PROXY_CONNECTIONS_MAX";
+    /// Idle connections kept for each engine [default: 1024]
+    #[arg(value_name = "N")]
+    pool_idle_max: usize, "HETERO_KV_PROXY_POOL_IDLE_MAX";
+    /// Age at which an idle engine connection is closed; below the engine's own (vLLM: 5000) [default: 4000]
+    #[arg(value_name = "MS")]
+    pool_idle_timeout_ms: u64, "HETERO_KV_PROXY_POOL_IDLE_TIMEOUT_MS";
+    /// How long a decode leg lives on after its client left, so that the engine takes the request and frees prefill's blocks [default: 250]
+    #[arg(value_name = "MS")]
+    handover_grace_ms: u64, "HETERO_KV_PROXY_HANDOVER_GRACE_MS";
+    /// Interval of GET /health to each engine [default: 2000]
+    #[arg(value_name = "MS")]
+    health_interval_ms: u64, "HETERO_KV_PROXY_HEALTH_INTERVAL_MS";
+    /// Longest wait for an answer to it [default: 5000]
+    #[arg(value_name = "MS")]
+    health_timeout_ms: u64, "HETERO_KV_PROXY_HEALTH_TIMEOUT_MS";
+    /// Failed probes in a row that make an engine unhealthy [default: 3]
+    #[arg(value_name = "N")]
+    health_failures_max: u32, "HETERO_KV_PROXY_HEALTH_FAILURES_MAX";
+    /// On SIGTERM or SIGINT: time for running requests to end [default: 30]
+    #[arg(value_name = "S")]
+    drain_timeout_s: u64, "HETERO_KV_PROXY_DRAIN_TIMEOUT_S";
+    /// Worker threads; 0 is one for each core [default: 0]
+    #[arg(value_name = "N")]
+    threads: usize, "HETERO_KV_PROXY_THREADS";
+    /// What is logged to stderr: error, warn, info, debug, trace, or a tracing filter [default: info]
+    #[arg(value_name = "FILTER")]
+    log_level: String, "HETERO_KV_PROXY_LOG_LEVEL";
+    /// Form of the log: text or json [default: text]
+    #[arg(value_name = "text|json")]
+    log_format: String, "HETERO_KV_PROXY_LOG_FORMAT";
+}

@@ -1,0 +1,209 @@
+//! A client's socket, with what hyper does not watch: a client that takes nothing, and a request
+//! head with two lengths.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Sleep, timeout};
+
+/// A longer head is refused by hyper.
+const HEAD_BYTES_MAX: usize = 512 << 10;
+/// How long, and how much, a closing connection is read so that the client sees the answer.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES_MAX: usize = 256 << 20;
+
+/// Watches request heads for both `Content-Length` and `Transfer-Encoding`.
+///
+/// hyper obeys the second and forgets the first; two parsers that differ here are how requests are
+/// smuggled, so such a request is refused (RFC 9112, section 6.3). A request pipelined behind
+/// another may escape the watch: hyper's reading of it is then the only one, since the legs are
+/// framed anew.
+#[derive(Debug)]
+pub struct HeadWatch {
+    armed: AtomicBool,
+    two_lengths: AtomicBool,
+}
+
+impl Default for HeadWatch {
+    fn default() -> Self {
+        Self {
+            armed: AtomicBool::new(true),
+            two_lengths: AtomicBool::new(false),
+        }
+    }
+}
+
+impl HeadWatch {
+    /// The next bytes read are those of a new head: the last request was read whole.
+    pub fn arm(&self) {
+        self.armed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the last request was read whole, so that no byte of it can be left unread.
+    pub fn is_armed(&self) -> bool {
+        self.armed.load(Ordering::Relaxed)
+    }
+
+    /// Whether the last head had two lengths.
+    pub fn has_two_lengths(&self) -> bool {
+        self.two_lengths.load(Ordering::Relaxed)
+    }
+}
+
+/// A client's socket.
+#[derive(Debug)]
+pub struct ClientIo {
+    stream: TcpStream,
+    watch: Arc<HeadWatch>,
+    head: Vec<u8>,
+    write_timeout: Duration,
+    stalled: Option<Pin<Box<Sleep>>>,
+}
+
+impl ClientIo {
+    /// Wraps `stream`; a write of which nothing is taken for `write_timeout` fails.
+    pub fn new(stream: TcpStream, watch: Arc<HeadWatch>, write_timeout: Duration) -> Self {
+        Self {
+            stream,
+            watch,
+            head: Vec::new(),
+            write_timeout,
+            stalled: None,
+        }
+    }
+
+    /// Closes in order: says that nothing more comes, then reads what the client is still sending
+    /// of a request that was not read whole. Closed with unread bytes, the kernel would reset the
+    /// connection and the client could lose the answer, for example a 413 to a body that it is
+    /// still writing.
+    pub async fn close(mut self) {
+        if self.stream.shutdown().await.is_err() || self.watch.is_armed() {
+            return;
+        }
+        let drain = async {
+            let mut scrap = vec![0; 64 << 10];
+            let mut total = 0;
+            while total < LINGER_BYTES_MAX {
+                match self.stream.read(&mut scrap).await {
+                    Ok(0) | Err(_) => return,
+                    Ok(count) => total += count,
+                }
+            }
+        };
+        // A client that stays is closed anyway.
+        let _ended = timeout(LINGER, drain).await;
+    }
+
+    fn note_read(&mut self, fresh: &[u8]) {
+        // The blank line may lie across two reads.
+        let from = self.head.len().saturating_sub(3);
+        self.head.extend_from_slice(fresh);
+        if let Some(end) = head_end(&self.head[from..]) {
+            let two = has_two_lengths(&self.head[..from + end]);
+            self.watch.two_lengths.store(two, Ordering::Relaxed);
+        } else if self.head.len() < HEAD_BYTES_MAX {
+            return;
+        }
+        self.watch.armed.store(false, Ordering::Relaxed);
+        self.head = Vec::new();
+    }
+
+    fn note_write<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        polled: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if polled.is_ready() {
+            self.stalled = None;
+            return polled;
+        }
+        let limit = self.write_timeout;
+        let stalled = self
+            .stalled
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        ready!(stalled.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+/// Where the first blank line ends.
+fn head_end(bytes: &[u8]) -> Option<usize> {
+    let after = |at: usize| match bytes.get(at + 1..) {
+        Some([b'\n', ..]) => Some(at + 2),
+        Some([b'\r', b'\n', ..]) => Some(at + 3),
+        Some(_) | None => None,
+    };
+    bytes
+        .iter()
+        .enumerate()
+        .filter(|(_, byte)| **byte == b'\n')
+        .find_map(|(at, _)| after(at))
+}
+
+fn has_two_lengths(head: &[u8]) -> bool {
+    let has = |name: &str| {
+        head.split(|byte| *byte == b'\n').any(|line| {
+            line.iter()
+                .position(|byte| *byte == b':')
+                .is_some_and(|colon| {
+                    line[..colon]
+                        .trim_ascii()
+                        .eq_ignore_ascii_case(name.as_bytes())
+                })
+        })
+    };
+    has("content-length") && has("transfer-encoding")
+}
+
+impl AsyncRead for ClientIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
+        if self.watch.armed.load(Ordering::Relaxed) {
+            self.note_read(&buf.filled()[before..]);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for ClientIo {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.note_write(cx, polled)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.note_write(cx, polled)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,479 @@
+//! The settings once checked: what is here is valid, and every fault is reported at once.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use crate::cli::{Invocation, Settings};
+use crate::routing::policy::PolicyKind;
+use crate::routing::{InstanceSpec, OnMissingKv};
+
+/// Why there is no configuration: every fault that was found.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .0.join("\n"))]
+pub struct ConfigError(pub Vec<String>);
+
+/// Base URL of one engine, taken apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BaseUrl {
+    /// Name or address to dial, without brackets.
+    pub host: String,
+    /// Port to dial.
+    pub port: u16,
+    /// `Host` header: as written, with brackets and port.
+    pub authority: String,
+    /// Path in front of the API's paths, without a slash at its end.
+    pub path: String,
+}
+
+/// One engine instance.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Worker {
+    /// What routing needs to know.
+    pub spec: InstanceSpec,
+    /// Where it is.
+    pub base: BaseUrl,
+}
+
+/// Form of the log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Everything `serve` runs with.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// `HOST:PORT`, IPv6 in brackets.
+    pub listen: String,
+    /// Prefill instances, at least one.
+    pub prefill: Vec<Worker>,
+    /// Decode instances, at least one.
+    pub decode: Vec<Worker>,
+    /// Policy of the prefill leg.
+    pub prefill_policy: PolicyKind,
+    /// Policy of the decode leg.
+    pub decode_policy: PolicyKind,
+    /// What a prefill answer without a KV handle leads to.
+    pub on_missing_kv: OnMissingKv,
+    /// Longest wait for a connection to an engine.
+    pub connect_timeout: Duration,
+    /// Deadline of a whole request.
+    pub request_timeout: Duration,
+    /// Longest silence between chunks of an answer.
+    pub stream_idle_timeout: Duration,
+    /// Longest wait for a request head.
+    pub header_read_timeout: Duration,
+    /// Longest silence within a request body.
+    pub body_read_timeout: Duration,
+    /// Longest time in which a client takes no byte.
+    pub client_write_timeout: Duration,
+    /// Largest request body.
+    pub body_bytes_max: u64,
+    /// Largest prefill answer.
+    pub prefill_answer_bytes_max: u64,
+    /// Requests at once.
+    pub requests_max: usize,
+    /// Client connections at once.
+    pub connections_max: usize,
+    /// Idle connections kept for each engine.
+    pub pool_idle_max: usize,
+    /// Age at which an idle engine connection is closed.
+    pub pool_idle_timeout: Duration,
+    /// Life of a decode leg after its client left.
+    pub handover_grace: Duration,
+    /// Interval of the health probes.
+    pub health_interval: Duration,
+    /// Longest wait for a probe's answer.
+    pub health_timeout: Duration,
+    /// Failed probes in a row that make an engine unhealthy.
+    pub health_failures_max: u32,
+    /// Time for running requests to end at shutdown.
+    pub drain_timeout: Duration,
+    /// Worker threads; 0 is one for each core.
+    pub threads: usize,
+    /// Tracing filter.
+    pub log_level: String,
+    /// Form of the log.
+    pub log_format: LogFormat,
+    resolved: Settings,
+}
+
+/// Connectors that the command line names; the first is the one of this build.
+const CONNECTORS: [&str; 6] = [
+    "hetero",
+    "nixl",
+    "moriio-read",
+    "moriio-write",
+    "mooncake",
+    "none",
+];
+/// Policies that the command line names beyond [`PolicyKind::ALL`].
+const POLICIES_TO_COME: [&str; 4] = ["power-of-two", "consistent-hash", "prefix-aware", "auto"];
+/// A larger file is no configuration.
+const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;
+const DAY_S: u64 = 86_400;
+
+impl Config {
+    /// Flags over environment over file over defaults, checked.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with one line for each fault.
+    pub fn resolve(invocation: Invocation) -> Result<Self, ConfigError> {
+        let file = match &invocation.config {
+            Some(path) => read_file(path).map_err(|fault| ConfigError(vec![fault]))?,
+            None => Settings::default(),
+        };
+        Self::from_settings(invocation.settings.or(file))
+    }
+
+    /// The settings with defaults filled in, checked.
+    ///
+    /// # Errors
+    /// [`ConfigError`] with one line for each fault.
+    pub fn from_settings(given: Settings) -> Result<Self, ConfigError> {
+        let mut faults = Faults::default();
+        let mut resolved = given;
+
+        let listen = fill(&mut resolved.listen, "127.0.0.1:8000".to_owned());
+        if let Err(fault) = host_port(&listen) {
+            faults.add(format!("--listen {listen}: {fault}"));
+        }
+        let prefill = faults.workers("--prefill", resolved.prefill.as_deref());
+        let decode = faults.workers("--decode", resolved.decode.as_deref());
+
+        let connector = fill(&mut resolved.connector, CONNECTORS[0].to_owned());
+        if connector != CONNECTORS[0] {
+            faults.add(if CONNECTORS.contains(&connector.as_str()) {
+                format!(
+                    "--connector {connector}: not available yet in this build; available: {}; not yet: {}",
+                    CONNECTORS[0],
+                    CONNECTORS[1..].join(", ")
+                )
+            } else {
+                format!(
+                    "--connector {connector}: unknown; one of {}",
+                    CONNECTORS.join(", ")
+                )
+            });
+        }
+        let policy = fill(&mut resolved.policy, "round-robin".to_owned());
+        faults.policy("--policy", &policy);
+        let prefill_policy = fill(&mut resolved.prefill_policy, policy.clone());
+        let decode_policy = fill(&mut resolved.decode_policy, policy);
+        let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
+        let decode_policy = faults.policy("--decode-policy", &decode_policy);
+        let on_missing_kv = match fill(&mut resolved.on_missing_kv, "fail".to_owned()).as_str() {
+            "fail" => OnMissingKv::Fail,
+            "recompute" => OnMissingKv::Recompute,
+            other => {
+                faults.add(format!(
+                    "--on-missing-kv {other}: must be fail or recompute"
+                ));
+                OnMissingKv::Fail
+            }
+        };
+        let log_format = match fill(&mut resolved.log_format, "text".to_owned()).as_str() {
+            "text" => LogFormat::Text,
+            "json" => LogFormat::Json,
+            other => {
+                faults.add(format!("--log-format {other}: must be text or json"));
+                LogFormat::Text
+            }
+        };
+        let log_level = fill(&mut resolved.log_level, "info".to_owned());
+        if let Err(error) = log_level.parse::<tracing_subscriber::EnvFilter>() {
+            faults.add(format!("--log-level {log_level}: {error}"));
+        }
+
+        let r = &mut resolved;
+        let mut ms = |flag: &str, slot: &mut Option<u64>, default, low| {
+            Duration::from_millis(faults.range(flag, slot, default, low, 1_000 * DAY_S))
+        };
+        let connect_timeout = ms("--connect-timeout-ms", &mut r.connect_timeout_ms, 5_000, 1);
+        let pool_idle_timeout = ms(
+            "--pool-idle-timeout-ms",
+            &mut r.pool_idle_timeout_ms,
+            4_000,
+            0,
+        );
+        let handover_grace = ms("--handover-grace-ms", &mut r.handover_grace_ms, 250, 0);
+        let health_interval = ms("--health-interval-ms", &mut r.health_interval_ms, 2_000, 10);
+        let health_timeout = ms("--health-timeout-ms", &mut r.health_timeout_ms, 5_000, 10);
+        let mut seconds = |flag: &str, slot: &mut Option<u64>, default, low| {
+            Duration::from_secs(faults.range(flag, slot, default, low, DAY_S))
+        };
+        let request_timeout = seconds("--request-timeout-s", &mut r.request_timeout_s, 600, 1);
+        let stream_idle_timeout = seconds(
+            "--stream-idle-timeout-s",
+            &mut r.stream_idle_timeout_s,
+            300,
+            1,
+        );
+        let header_read_timeout = seconds(
+            "--header-read-timeout-s",
+            &mut r.header_read_timeout_s,
+            30,
+            1,
+        );
+        let body_read_timeout = seconds("--body-read-timeout-s", &mut r.body_read_timeout_s, 30, 1);
+        let client_write_timeout = seconds(
+            "--client-write-timeout-s",
+            &mut r.client_write_timeout_s,
+            60,
+            1,
+        );
+        let drain_timeout = seconds("--drain-timeout-s", &mut r.drain_timeout_s, 30, 0);
+        const BODY: u64 = 64 << 20;
+        let body_bytes_max =
+            faults.range("--body-bytes-max", &mut r.body_bytes_max, BODY, 2, 4 << 30);
+        let prefill_answer_bytes_max = faults.range(
+            "--prefill-answer-bytes-max",
+            &mut r.prefill_answer_bytes_max,
+            BODY,
+            2,
+            4 << 30,
+        );
+        let requests_max = faults.range("--requests-max", &mut r.requests_max, 4_096, 1, 1_000_000);
+        let connections_max = faults.range(
+            "--connections-max",
+            &mut r.connections_max,
+            16_384,
+            1,
+            1_000_000,
+        );
+        let pool_idle_max =
+            faults.range("--pool-idle-max", &mut r.pool_idle_max, 1_024, 0, 1_000_000);
+        let health_failures_max = faults.range(
+            "--health-failures-max",
+            &mut r.health_failures_max,
+            3,
+            1,
+            1_000,
+        );
+        let threads = faults.range("--threads", &mut r.threads, 0, 0, 1_024);
+
+        if !faults.0.is_empty() {
+            return Err(ConfigError(faults.0));
+        }
+        Ok(Self {
+            listen,
+            prefill,
+            decode,
+            prefill_policy,
+            decode_policy,
+            on_missing_kv,
+            connect_timeout,
+            request_timeout,
+            stream_idle_timeout,
+            header_read_timeout,
+            body_read_timeout,
+            client_write_timeout,
+            body_bytes_max,
+            prefill_answer_bytes_max,
+            requests_max,
+            connections_max,
+            pool_idle_max,
+            pool_idle_timeout,
+            handover_grace,
+            health_interval,
+            health_timeout,
+            health_failures_max,
+            drain_timeout,
+            threads,
+            log_level,
+            log_format,
+            resolved,
+        })
+    }
+
+    /// The configuration as a TOML file that `--config` takes.
+    ///
+    /// # Errors
+    /// A value that TOML cannot hold: none of the settings' types is one.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        toml::to_string(&self.resolved)
+    }
+}
+
+fn read_file(path: &std::path::Path) -> Result<Settings, String> {
+    let at = path.display();
+    let size = std::fs::metadata(path)
+        .map_err(|error| format!("--config {at}: {error}"))?
+        .len();
+    if size > CONFIG_FILE_BYTES_MAX {
+        return Err(format!(
+            "--config {at}: {size} bytes; at most {CONFIG_FILE_BYTES_MAX}"
+        ));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| format!("--config {at}: {error}"))?;
+    toml::from_str(&text).map_err(|error| format!("--config {at}: {}", error.to_string().trim()))
+}
+
+fn fill(slot: &mut Option<String>, default: String) -> String {
+    slot.get_or_insert(default).clone()
+}
+
+#[derive(Default)]
+struct Faults(Vec<String>);
+
+impl Faults {
+    fn add(&mut self, fault: String) {
+        self.0.push(fault);
+    }
+
+    fn range<T: Copy + PartialOrd + Display>(
+        &mut self,
+        flag: &str,
+        slot: &mut Option<T>,
+        default: T,
+        low: T,
+        high: T,
+    ) -> T {
+        let value = *slot.get_or_insert(default);
+        if value < low || value > high {
+            self.add(format!("{flag} {value}: must be {low} to {high}"));
+        }
+        value
+    }
+
+    fn policy(&mut self, flag: &str, name: &str) -> PolicyKind {
+        if let Some(kind) = PolicyKind::ALL.into_iter().find(|kind| kind.name() == name) {
+            return kind;
+        }
+        let built = PolicyKind::ALL.map(PolicyKind::name).join(", ");
+        let to_come = POLICIES_TO_COME.join(", ");
+        let fault = if POLICIES_TO_COME.contains(&name) {
+            format!(
+                "{flag} {name}: not available yet in this build; available: {built}; not yet: {to_come}"
+            )
+        } else {
+            format!("{flag} {name}: unknown; one of {built}, {to_come}")
+        };
+        // The overrides default to --policy: its fault is told once.
+        let told = self.0.iter().any(|known| {
+            known
+                .split_once(": ")
+                .is_some_and(|(head, _)| head == format!("--policy {name}"))
+        });
+        if !told {
+            self.add(fault);
+        }
+        PolicyKind::RoundRobin
+    }
+
+    fn workers(&mut self, flag: &str, given: Option<&[String]>) -> Vec<Worker> {
+        let mut workers: Vec<Worker> = Vec::new();
+        for text in given.unwrap_or_default() {
+            match worker(text) {
+                Ok(worker) => {
+                    if workers.iter().any(|known| known.base == worker.base) {
+                        self.add(format!("{flag} {text}: this instance is given twice"));
+                    }
+                    workers.push(worker);
+                }
+                Err(fault) => self.add(format!("{flag} {text}: {fault}")),
+            }
+        }
+        if given.unwrap_or_default().is_empty() {
+            self.add(format!("{flag}: at least one instance is needed"));
+        }
+        workers
+    }
+}
+
+/// Parses `URL[,dp=N][,rank0=K]`.
+fn worker(text: &str) -> Result<Worker, String> {
+    let mut parts = text.split(',');
+    let url = parts.next().unwrap_or_default();
+    let base = base_url(url)?;
+    let mut dp = None;
+    let mut rank0 = None;
+    for part in parts {
+        let (key, value) = part
+            .split_once('=')
+            .ok_or_else(|| format!("`{part}` is not key=value; keys are dp and rank0"))?;
+        let (slot, low, high) = match key {
+            "dp" => (&mut dp, 1, 1_024),
+            "rank0" => (&mut rank0, 0, 1_000_000),
+            _ => return Err(format!("unknown key `{key}`; keys are dp and rank0")),
+        };
+        if slot.is_some() {
+            return Err(format!("`{key}` is given twice"));
+        }
+        let number: u32 = value
+            .parse()
+            .ok()
+            .filter(|number| (low..=high).contains(number))
+            .ok_or_else(|| format!("{key} must be {low} to {high}, not `{value}`"))?;
+        *slot = Some(number);
+    }
+    Ok(Worker {
+        spec: InstanceSpec {
+            url: url.trim_end_matches('/').to_owned(),
+            dp: dp.unwrap_or(1),
+            rank0: rank0.unwrap_or(0),
+        },
+        base,
+    })
+}
+
+fn base_url(url: &str) -> Result<BaseUrl, String> {
+    let uri: http::Uri = url.parse().map_err(|error| format!("not a URL: {error}"))?;
+    match uri.scheme_str() {
+        Some("http") => {}
+        Some("https") => return Err("https is not available yet in this build".to_owned()),
+        _ => return Err("a URL begins with http://".to_owned()),
+    }
+    let authority = uri.authority().ok_or("the URL has no host")?;
+    if authority.as_str().contains('@') {
+        return Err("a user name in the URL is not supported".to_owned());
+    }
+    if uri.query().is_some() || url.contains('#') {
+        return Err("a base URL has no query and no fragment".to_owned());
+    }
+    let host = authority
+        .host()
+        .trim_start_matches('[')
+        .trim_end_matches(']');
+    let port = match authority.port() {
+        Some(port) => port.as_str().parse().ok().filter(|port| *port != 0),
+        None if authority.as_str().len() > authority.host().len() => None,
+        None => Some(80),
+    };
+    let port = port.ok_or("the port must be 1 to 65535")?;
+    if host.is_empty() {
+        return Err("the URL has no host".to_owned());
+    }
+    Ok(BaseUrl {
+        host: host.to_owned(),
+        port,
+        authority: authority.as_str().to_owned(),
+        path: uri.path().trim_end_matches('/').to_owned(),
+    })
+}
+
+/// Splits `HOST:PORT`, IPv6 in brackets.
+///
+/// # Errors
+/// A sentence that says what is wrong.
+pub fn host_port(text: &str) -> Result<(String, u16), String> {
+    let (host, port) = text.rsplit_once(':').ok_or("must be HOST:PORT")?;
+    let port = port
+        .parse()
+        .map_err(|_| format!("`{port}` is not a port"))?;
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    match bare {
+        Some(host) => Ok((host.to_owned(), port)),
+        None if host.contains(':') => Err("write an IPv6 address in brackets".to_owned()),
+        None if host.is_empty() => Err("must be HOST:PORT; 0.0.0.0 serves on all".to_owned()),
+        None => Ok((host.to_owned(), port)),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! Settings from every source, and every fault told at once.
+
+use clap::Parser;
+
+use super::*;
+use crate::cli::{Cli, Command};
+
+fn resolve(args: &[&str]) -> Result<Config, ConfigError> {
+    let line = ["hetero-kv-proxy", "check"].iter().chain(args);
+    match Cli::try_parse_from(line).expect("flags parse").command {
+        Command::Check(invocation) | Command::Serve(invocation) => Config::resolve(*invocation),
+    }
+}
+
+const PAIR: [&str; 4] = ["--prefill", "http://p:1", "--decode", "http://d:2"];
+
+fn faults(args: &[&str]) -> Vec<String> {
+    resolve(args).expect_err("a fault").0
+}
+
+#[test]
+fn workers_are_parsed_with_ranks_and_ipv6() {
+    let config = resolve(&[
+        "--prefill",
+        "http://[fd00::1]:8100/,dp=8,rank0=16",
+        "--prefill",
+        "http://host/base",
+        "--decode",
+        "http://d:2",
+    ])
+    .expect("valid");
+    let first = &config.prefill[0];
+    assert_eq!((first.spec.dp, first.spec.rank0), (8, 16));
+    assert_eq!(first.base.host, "fd00::1");
+    assert_eq!(first.base.authority, "[fd00::1]:8100");
+    assert_eq!((first.base.port, first.base.path.as_str()), (8100, ""));
+    let second = &config.prefill[1].base;
+    assert_eq!((second.port, second.path.as_str()), (80, "/base"));
+    assert_eq!(config.decode[0].spec.dp, 1);
+}
+
+#[test]
+fn every_fault_is_told_at_once() {
+    let faults = faults(&[
+        "--listen",
+        "nowhere",
+        "--prefill",
+        "http://p:1,dp=0",
+        "--prefill",
+        "ftp://p",
+        "--connector",
+        "nixl",
+        "--policy",
+        "auto",
+        "--decode-policy",
+        "fastest",
+        "--requests-max",
+        "0",
+        "--log-format",
+        "xml",
+    ]);
+    let want = [
+        "--listen nowhere: must be HOST:PORT",
+        "--prefill http://p:1,dp=0: dp must be 1 to 1024, not `0`",
+        "--prefill ftp://p: a URL begins with http://",
+        "--decode: at least one instance is needed",
+        "--connector nixl: not available yet in this build; available: hetero; \
+         not yet: nixl, moriio-read, moriio-write, mooncake, none",
+        "--policy auto: not available yet in this build; available: round-robin, least-loaded; \
+         not yet: power-of-two, consistent-hash, prefix-aware, auto",
+        "--decode-policy fastest: unknown; one of round-robin, least-loaded, power-of-two, \
+         consistent-hash, prefix-aware, auto",
+        "--log-format xml: must be text or json",
+        "--requests-max 0: must be 1 to 1000000",
+    ];
+    assert_eq!(faults, want);
+}
+
+#[test]
+fn bad_workers_are_refused() {
+    for (url, part) in [
+        ("p:1", "begins with http://"),
+        ("https://p:1", "https is not available"),
+        ("http://u@p:1", "user name"),
+        ("http://p:1?x=1", "no query"),
+        ("http://p:0", "1 to 65535"),
+        ("http://p:70000", "1 to 65535"),
+        ("http://p:1,dp", "not key=value"),
+        ("http://p:1,tp=2", "unknown key `tp`"),
+        ("http://p:1,dp=2,dp=2", "given twice"),
+        ("http://p:1,dp=2000", "1 to 1024"),
+        ("http://p:1,rank0=-1", "rank0 must be"),
+    ] {
+        let faults = faults(&["--prefill", url, "--decode", "http://d:2"]);
+        assert!(
+            faults.len() == 1 && faults[0].contains(part),
+            "{url}: {faults:?}"
+        );
+    }
+    let twice = [
+        "--decode",
+        "http://d:2",
+        "--prefill",
+        "http://p:1",
+        "--prefill",
+        "http://p:1",
+    ];
+    assert!(faults(&twice)[0].contains("given twice"));
+}
+
+#[test]
+fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
+    let file = tempfile::NamedTempFile::new().expect("temporary file");
+    std::fs::write(
+        file.path(),
+        "prefill = [\"http://a:1\"]\ndecode = [\"http://b:2,dp=2\"]\nrequests_max = 7\ndrain_timeout_s = 3\n",
+    )
+    .expect("written");
+    let path = file.path().to_str().expect("UTF-8 path");
+    let config = resolve(&["--config", path, "--requests-max", "9"]).expect("valid");
+    assert_eq!(config.requests_max, 9);
+    assert_eq!(config.drain_timeout, Duration::from_secs(3));
+    assert_eq!(config.request_timeout, Duration::from_secs(600));
+    assert_eq!(config.decode[0].spec.dp, 2);
+}
+
+#[test]
+fn what_check_prints_is_a_configuration_that_resolves_to_itself() {
+    let mut args = PAIR.to_vec();
+    args.extend([
+        "--decode-policy",
+        "least-loaded",
+        "--body-bytes-max",
+        "1000",
+    ]);
+    let printed = resolve(&args).expect("valid").to_toml().expect("TOML");
+    let file = tempfile::NamedTempFile::new().expect("temporary file");
+    std::fs::write(file.path(), &printed).expect("written");
+    let path = file.path().to_str().expect("UTF-8 path");
+    let again = resolve(&["--config", path]).expect("valid");
+    assert_eq!(again.to_toml().expect("TOML"), printed);
+    assert_eq!(again.decode_policy, PolicyKind::LeastLoaded);
+    assert_eq!(again.prefill_policy, PolicyKind::RoundRobin);
+    assert_eq!(again.body_bytes_max, 1000);
+}
+
+#[test]
+fn an_unknown_key_or_a_wrong_type_in_the_file_is_an_error() {
+    for text in ["requests_maxx = 1", "requests_max = \"1\"", "x"] {
+        let file = tempfile::NamedTempFile::new().expect("temporary file");
+        std::fs::write(file.path(), text).expect("written");
+        let path = file.path().to_str().expect("UTF-8 path");
+        assert!(faults(&["--config", path])[0].starts_with("--config"));
+    }
+    assert!(faults(&["--config", "/nonexistent/x.toml"])[0].contains("No such file"));
+}
+
+#[test]
+fn listen_addresses() {
+    assert_eq!(host_port("[::1]:80"), Ok(("::1".to_owned(), 80)));
+    assert_eq!(host_port("a:0"), Ok(("a".to_owned(), 0)));
+    for bad in ["::1:80", ":80", "a", "a:x", "a:70000"] {
+        assert!(host_port(bad).is_err(), "{bad}");
+    }
+}

@@ -1,0 +1,120 @@
+//! From a finished prefill to the head of the decode answer, also when the client leaves.
+//!
+//! Prefill has pinned the blocks of the prompt by the time its answer is there, and only the decode
+//! engine's connector frees them before the lease ends. So from the head of the prefill answer on,
+//! this part of the request is finished whether or not anyone waits for it: dropped, it moves to
+//! the background, sends the decode leg, and closes it when the engine has taken the request.
+//!
+//! An HTTP server such as vLLM's drops a request whose connection closes before the body was read
+//! and handed to the engine, and gives no sign of that moment. The first byte of an answer's body
+//! proves it; failing that, `handover_grace` after the last byte of the leg was written stands in
+//! for it. An engine slower than that keeps the blocks until the lease ends, and no longer.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::app::{App, SlotLease};
+use crate::upstream::{Answer, Written};
+
+/// Longest life of a leg without a client, whatever state it is in.
+const SETTLE_MAX: Duration = Duration::from_secs(30);
+
+/// The head of a decode answer and the slot it came from.
+#[derive(Debug)]
+pub struct DecodeHead {
+    /// Status, headers, and the body to come.
+    pub answer: Answer,
+    /// In flight until the body has ended.
+    pub lease: SlotLease,
+}
+
+type Pending<E> = Pin<Box<dyn Future<Output = Result<DecodeHead, E>> + Send>>;
+
+/// A hand-over that is finished in the background when it is dropped.
+pub struct HandOver<E: Send + 'static> {
+    app: Arc<App>,
+    pending: Option<Pending<E>>,
+    written: Written,
+}
+
+impl<E: Send + 'static> HandOver<E> {
+    /// Guards `pending`, which notes in `written` when the decode leg was written.
+    pub fn new(
+        app: Arc<App>,
+        written: Written,
+        pending: impl Future<Output = Result<DecodeHead, E>> + Send + 'static,
+    ) -> Self {
+        Self {
+            app,
+            pending: Some(Box::pin(pending)),
+            written,
+        }
+    }
+
+    /// The head of the decode answer.
+    ///
+    /// # Errors
+    /// Whatever the guarded future failed with; `None` after it has ended.
+    pub async fn head(&mut self) -> Option<Result<DecodeHead, E>> {
+        let ended = self.pending.as_mut()?.await;
+        self.pending = None;
+        Some(ended)
+    }
+}
+
+impl<E: Send + 'static> Drop for HandOver<E> {
+    fn drop(&mut self) {
+        let Some(pending) = self.pending.take() else {
+            return;
+        };
+        let first_byte = async move {
+            if let Ok(mut decode) = pending.await {
+                // Any frame, the end or an error: the engine has spoken.
+                let _spoken = decode.answer.body.frame().await;
+            }
+        };
+        settle(&self.app, first_byte, self.written.clone());
+    }
+}
+
+/// As a dropped [`HandOver`], for a decode leg whose head has come and whose body has not begun.
+pub fn settle_stream(app: &Arc<App>, mut decode: DecodeHead, written: Written) {
+    let first_byte = async move {
+        let _spoken = decode.answer.body.frame().await;
+    };
+    settle(app, first_byte, written);
+}
+
+/// Runs `leg` until it ends, or the grace after its writing has passed; then drops it, which closes
+/// its connection.
+fn settle(app: &Arc<App>, leg: impl Future<Output = ()> + Send + 'static, written: Written) {
+    let grace = app.config.handover_grace;
+    app.metrics.settles.inc();
+    let task = async move {
+        tokio::select! {
+            () = leg => {}
+            () = written_for(&written, grace) => {}
+            () = sleep(SETTLE_MAX) => {}
+        }
+    };
+    // Without a runtime the process is ending, and every connection with it.
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        app.tasks.spawn_on(task, &runtime);
+    }
+}
+
+/// Waits until the leg has been written for `grace`. A leg that is sent again starts anew.
+async fn written_for(written: &Written, grace: Duration) {
+    loop {
+        let at: Instant = written.wait().await;
+        sleep_until(at + grace).await;
+        if written.at() == Some(at) {
+            return;
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! P/D proxy for vLLM: sends each request to a prefill engine and then, with the KV handle that
+//! came back, to a decode engine.
+//!
+//! [`routing`] and [`openai`] are pure; everything else is I/O on tokio and hyper. The crate knows
+//! nothing of the KV data plane: `kv_transfer_params` is raw JSON to it, and it never dials an
+//! engine's control port.
+
+pub mod admin;
+pub mod answer;
+pub mod app;
+pub mod cli;
+pub mod client_io;
+pub mod completions;
+pub mod config;
+pub mod handover;
+pub mod headers;
+pub mod metrics;
+pub mod models;
+pub mod openai;
+pub mod probe;
+pub mod routing;
+pub mod run;
+pub mod server;
+pub mod stream;
+mod sync;
+pub mod upstream;

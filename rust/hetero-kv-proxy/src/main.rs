@@ -1,0 +1,78 @@
+//! The executable: parse, log, run. Exit 0 done, 1 could not serve, 2 usage or configuration.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use hetero_kv_proxy::cli::{Cli, Command, Invocation};
+use hetero_kv_proxy::config::{Config, LogFormat};
+use hetero_kv_proxy::run;
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Serve(invocation) => with_config(*invocation, serve),
+        Command::Check(invocation) => with_config(*invocation, check),
+    }
+}
+
+fn with_config(
+    invocation: Invocation,
+    then: impl FnOnce(Config) -> anyhow::Result<()>,
+) -> ExitCode {
+    let config = match Config::resolve(invocation) {
+        Ok(config) => config,
+        Err(error) => {
+            for fault in error.0 {
+                eprintln!("hetero-kv-proxy: {fault}");
+            }
+            return ExitCode::from(2);
+        }
+    };
+    match then(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("hetero-kv-proxy: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn check(config: Config) -> anyhow::Result<()> {
+    print!("{}", config.to_toml()?);
+    Ok(())
+}
+
+fn serve(config: Config) -> anyhow::Result<()> {
+    start_log(&config);
+    // One descriptor for the client and one for the engine, and some to spare.
+    let needed = 2 * config.connections_max.min(config.requests_max) as u64 + 64;
+    if let Some(open_files) = run::raise_open_files()
+        && open_files < needed
+    {
+        tracing::warn!(
+            open_files,
+            needed,
+            "the limit of open files is below --requests-max"
+        );
+    }
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if config.threads > 0 {
+        builder.worker_threads(config.threads);
+    }
+    let runtime = builder.enable_all().build()?;
+    let served = runtime.block_on(run::serve(config));
+    // What is left after the drain is not waited for.
+    runtime.shutdown_background();
+    served
+}
+
+fn start_log(config: &Config) {
+    let filter = tracing_subscriber::EnvFilter::new(&config.log_level);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false);
+    match config.log_format {
+        LogFormat::Text => log.with_ansi(false).init(),
+        LogFormat::Json => log.json().init(),
+    }
+}

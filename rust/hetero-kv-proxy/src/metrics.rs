@@ -1,0 +1,198 @@
+//! Every metric, declared once. Names begin `hetero_kv_proxy_`.
+
+use std::sync::Arc;
+
+use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+/// Seconds; from a cached one-token prefill to a long prompt in a full queue.
+const SECONDS: [f64; 14] = [
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+];
+
+/// Labels of a request from a client.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct RequestLabels {
+    /// The path, from a fixed set.
+    pub route: &'static str,
+    /// HTTP status; 499 for a client that left before its answer began.
+    pub status: u16,
+}
+
+/// Labels of a leg.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct LegLabels {
+    /// `prefill` or `decode`.
+    pub role: &'static str,
+    /// Base URL of the instance.
+    pub instance: Arc<str>,
+    /// How it ended, from a fixed set.
+    pub outcome: &'static str,
+}
+
+/// Labels of a slot.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct SlotLabels {
+    /// `prefill` or `decode`.
+    pub role: &'static str,
+    /// Base URL of the instance.
+    pub instance: Arc<str>,
+    /// DP rank within the instance.
+    pub rank: u32,
+}
+
+/// Labels of an instance.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct InstanceLabels {
+    /// `prefill` or `decode`.
+    pub role: &'static str,
+    /// Base URL of the instance.
+    pub instance: Arc<str>,
+}
+
+/// One label that says where in a request's life something happened.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct PhaseLabels {
+    /// The phase, from a fixed set.
+    pub phase: &'static str,
+}
+
+/// One label that says why.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonLabels {
+    /// The reason, from a fixed set.
+    pub reason: &'static str,
+}
+
+/// One label for the leg.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct RoleLabels {
+    /// `prefill` or `decode`.
+    pub role: &'static str,
+}
+
+/// The metrics of one proxy.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    /// Requests from clients, when they end.
+    pub requests: Family<RequestLabels, Counter>,
+    /// Legs, when they end.
+    pub legs: Family<LegLabels, Counter>,
+    /// Legs in flight; set when scraped.
+    pub in_flight: Family<SlotLabels, Gauge>,
+    /// 1 for an instance that answered recently; set when scraped.
+    pub ready: Family<InstanceLabels, Gauge>,
+    /// From a request's head to the first chunk of its event stream.
+    pub ttft_seconds: Histogram,
+    /// From sending the prefill leg to its whole answer.
+    pub prefill_leg_seconds: Histogram,
+    /// Prefill answers with status 2xx and no usable KV handle.
+    pub kv_transfer_missing: Counter,
+    /// Clients that left before their answer was complete.
+    pub client_disconnects: Family<PhaseLabels, Counter>,
+    /// Decode legs that lived on in the background so that prefill's blocks are freed.
+    pub settles: Counter,
+    /// Legs that were sent again.
+    pub retries: Family<RoleLabels, Counter>,
+    /// Requests whose prompt decode computed without KV from prefill.
+    pub fallbacks: Family<ReasonLabels, Counter>,
+    /// Requests with a list of prompts, of which the first is prefilled remotely.
+    pub batch_prompts: Counter,
+    /// Answers that broke after their head was sent.
+    pub stream_breaks: Family<ReasonLabels, Counter>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("hetero_kv_proxy");
+        let mut new = Self {
+            requests: Family::default(),
+            legs: Family::default(),
+            in_flight: Family::default(),
+            ready: Family::default(),
+            ttft_seconds: Histogram::new(SECONDS),
+            prefill_leg_seconds: Histogram::new(SECONDS),
+            kv_transfer_missing: Counter::default(),
+            client_disconnects: Family::default(),
+            settles: Counter::default(),
+            retries: Family::default(),
+            fallbacks: Family::default(),
+            batch_prompts: Counter::default(),
+            stream_breaks: Family::default(),
+            registry: Registry::default(),
+        };
+        let r = &mut registry;
+        r.register(
+            "requests",
+            "Requests from clients by route and status (499: the client left first)",
+            new.requests.clone(),
+        );
+        r.register("leg_requests", "Legs by outcome", new.legs.clone());
+        r.register("in_flight", "Legs in flight", new.in_flight.clone());
+        r.register(
+            "instance_ready",
+            "1 when the instance answered recently",
+            new.ready.clone(),
+        );
+        r.register(
+            "ttft_seconds",
+            "Request head to first chunk of its event stream",
+            new.ttft_seconds.clone(),
+        );
+        r.register(
+            "prefill_leg_seconds",
+            "Prefill leg, sent to answered",
+            new.prefill_leg_seconds.clone(),
+        );
+        r.register(
+            "kv_transfer_missing",
+            "Good prefill answers without a usable kv_transfer_params",
+            new.kv_transfer_missing.clone(),
+        );
+        r.register(
+            "client_disconnects",
+            "Clients that left before their answer was complete",
+            new.client_disconnects.clone(),
+        );
+        r.register(
+            "settles",
+            "Decode legs kept alive after their client left, to free prefill's blocks",
+            new.settles.clone(),
+        );
+        r.register("retries", "Legs sent again", new.retries.clone());
+        r.register(
+            "fallbacks",
+            "Requests computed on decode alone",
+            new.fallbacks.clone(),
+        );
+        r.register(
+            "batch_prompts",
+            "Requests with a list of prompts, the first of which is prefilled remotely",
+            new.batch_prompts.clone(),
+        );
+        r.register(
+            "stream_breaks",
+            "Answers that broke after their head was sent",
+            new.stream_breaks.clone(),
+        );
+        new.registry = registry;
+        new
+    }
+}
+
+impl Metrics {
+    /// The OpenMetrics text.
+    ///
+    /// # Errors
+    /// Formatting into a string, which does not fail.
+    pub fn encode(&self) -> Result<String, std::fmt::Error> {
+        let mut text = String::new();
+        text::encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}

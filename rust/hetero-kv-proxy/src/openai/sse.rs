@@ -1,0 +1,46 @@
+//! Server-sent events, as far as ending a broken stream needs them.
+
+use bytes::Bytes;
+
+use super::error::ApiError;
+
+const DONE: &[u8] = b"data: [DONE]";
+/// Enough of the end of the stream to see `data: [DONE]` and the blank line behind it.
+const TAIL_BYTES: usize = 16;
+
+/// Follows the end of an event stream.
+#[derive(Debug, Default)]
+pub struct Tail {
+    tail: Vec<u8>,
+}
+
+impl Tail {
+    /// Notes a chunk that was passed on.
+    pub fn push(&mut self, chunk: &[u8]) {
+        let keep = chunk.len().min(TAIL_BYTES);
+        let old = self.tail.len().min(TAIL_BYTES - keep);
+        self.tail.drain(..self.tail.len() - old);
+        self.tail.extend_from_slice(&chunk[chunk.len() - keep..]);
+    }
+
+    /// Whether the last event was the one that ends an OpenAI stream.
+    pub fn is_done(&self) -> bool {
+        self.tail.trim_ascii_end().ends_with(DONE)
+    }
+
+    /// The event that tells the client of a break. When the engine broke inside an event, that
+    /// event is closed first so that this one stands alone.
+    pub fn error_event(&self, error: &ApiError) -> Bytes {
+        let closed = self.tail.is_empty()
+            || self.tail.ends_with(b"\n\n")
+            || self.tail.ends_with(b"\r\n\r\n");
+        let mut event = Vec::new();
+        if !closed {
+            event.extend_from_slice(b"\n\n");
+        }
+        event.extend_from_slice(b"data: ");
+        event.extend_from_slice(&error.body());
+        event.extend_from_slice(b"\n\n");
+        event.into()
+    }
+}

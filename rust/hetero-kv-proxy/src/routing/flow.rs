@@ -1,0 +1,132 @@
+//! One request's prefill and decode legs: what follows from each outcome.
+//!
+//! READ order: the decode leg is sent after the prefill leg has answered. The caller performs the
+//! legs and reports; this machine holds the retry budget and the rules.
+
+use super::{InstanceIndex, Role};
+
+/// Retries allowed for one leg of one request. One is enough to step over a dead instance (health
+/// then keeps the rest of the traffic away from it) and cannot multiply load.
+pub const RETRIES_MAX_PER_LEG: u32 = 1;
+
+/// How a leg failed before its response head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LegFailure {
+    /// No connection: the engine has not seen the request.
+    Connect,
+    /// The connection broke before a response head.
+    Reset {
+        /// The connection had served an earlier leg. The engine then almost surely closed it for
+        /// idleness at the moment of sending, and has not seen the request.
+        reused: bool,
+    },
+}
+
+/// What to do after a failed leg.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterFailure {
+    /// Try again on an instance other than this one.
+    RetryElsewhere {
+        /// The instance that failed.
+        avoid: InstanceIndex,
+    },
+    /// Try again on any instance, over a connection that was opened for it.
+    RetryFresh,
+    /// Answer with an error.
+    GiveUp,
+}
+
+/// What to do with a prefill answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterPrefill {
+    /// Send the decode leg with the params.
+    HandOver,
+    /// Send the decode leg without params: decode computes the prompt itself.
+    Recompute,
+    /// Give the client this answer as it is.
+    PassOn,
+    /// Answer that the KV handle is missing.
+    MissingKv,
+}
+
+/// What to do when prefill answers 200 without a usable `kv_transfer_params`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnMissingKv {
+    /// Fail the request: a silent recompute hides a broken deployment.
+    Fail,
+    /// Let decode compute the prompt, and count it.
+    Recompute,
+}
+
+/// The retry budget and rules of one request.
+#[derive(Debug, Clone)]
+pub struct Flow {
+    on_missing_kv: OnMissingKv,
+    prefill_retries: u32,
+    decode_retries: u32,
+}
+
+impl Flow {
+    /// A request whose legs run one after the other.
+    pub fn read(on_missing_kv: OnMissingKv) -> Self {
+        Self {
+            on_missing_kv,
+            prefill_retries: 0,
+            decode_retries: 0,
+        }
+    }
+
+    /// A leg failed at `instance` before its response head; `instances` is the size of the pool.
+    pub fn leg_failed(
+        &mut self,
+        role: Role,
+        failure: LegFailure,
+        instance: InstanceIndex,
+        instances: usize,
+    ) -> AfterFailure {
+        let used = match role {
+            Role::Prefill => &mut self.prefill_retries,
+            Role::Decode => &mut self.decode_retries,
+        };
+        if *used >= RETRIES_MAX_PER_LEG {
+            return AfterFailure::GiveUp;
+        }
+        let elsewhere = instances > 1;
+        let step = match (role, failure) {
+            (Role::Prefill | Role::Decode, LegFailure::Reset { reused: true }) => {
+                AfterFailure::RetryFresh
+            }
+            (Role::Prefill, LegFailure::Connect | LegFailure::Reset { reused: false })
+            | (Role::Decode, LegFailure::Connect) => {
+                if elsewhere {
+                    AfterFailure::RetryElsewhere { avoid: instance }
+                } else {
+                    AfterFailure::GiveUp
+                }
+            }
+            // The decode engine may have taken the request: its connector may have released the
+            // blocks, and the same params would then name blocks that are gone.
+            (Role::Decode, LegFailure::Reset { reused: false }) => AfterFailure::GiveUp,
+        };
+        match step {
+            AfterFailure::RetryElsewhere { .. } | AfterFailure::RetryFresh => *used += 1,
+            AfterFailure::GiveUp => {}
+        }
+        step
+    }
+
+    /// Prefill answered with `status`; `has_params` says whether the body carries a usable
+    /// `kv_transfer_params` object.
+    pub fn prefill_answered(&self, status: u16, has_params: bool) -> AfterPrefill {
+        if !(200..300).contains(&status) {
+            AfterPrefill::PassOn
+        } else if has_params {
+            AfterPrefill::HandOver
+        } else {
+            match self.on_missing_kv {
+                OnMissingKv::Fail => AfterPrefill::MissingKv,
+                OnMissingKv::Recompute => AfterPrefill::Recompute,
+            }
+        }
+    }
+}

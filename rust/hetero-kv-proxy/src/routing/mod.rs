@@ -1,0 +1,39 @@
+//! Choosing instances and DP ranks, and deciding what follows a failed leg.
+//!
+//! Pure: no socket, no clock, no randomness, no async. Time is handed in as milliseconds since a
+//! start of the caller's choice.
+
+mod flow;
+mod health;
+pub mod policy;
+mod registry;
+
+#[cfg(test)]
+mod tests;
+
+pub use flow::{AfterFailure, AfterPrefill, Flow, LegFailure, OnMissingKv, RETRIES_MAX_PER_LEG};
+pub use health::{Health, HealthRules, HealthState};
+pub use registry::{InstanceSpec, InstanceView, Picked, Pool, SlotId};
+
+/// Which leg of a request an instance serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    /// Fills the KV cache for the prompt.
+    Prefill,
+    /// Generates the tokens.
+    Decode,
+}
+
+impl Role {
+    /// The word used in metrics, logs and `/workers`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// Position of an instance among those of its role, in flag order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InstanceIndex(pub usize);

@@ -1,0 +1,26 @@
+//! The slot with the fewest legs in flight.
+
+use super::{Candidate, Policy};
+
+/// Fewest legs in flight; the search starts one further each time, so that ties go round.
+#[derive(Debug, Default)]
+pub struct LeastLoaded {
+    turn: usize,
+}
+
+impl Policy for LeastLoaded {
+    fn choose(&mut self, candidates: &[Candidate]) -> usize {
+        let count = candidates.len();
+        let start = self.turn % count;
+        let mut best = start;
+        for step in 1..count {
+            let at = (start + step) % count;
+            if candidates[at].in_flight < candidates[best].in_flight {
+                best = at;
+            }
+        }
+        // The next search starts behind the chosen one: equal loads are then served in turn.
+        self.turn = best + 1;
+        best
+    }
+}

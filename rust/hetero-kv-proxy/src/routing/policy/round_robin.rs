@@ -1,0 +1,20 @@
+//! Each slot in turn.
+
+use super::{Candidate, Policy};
+
+/// One counter over the slots that may be chosen.
+///
+/// The counter indexes the candidates and not all slots, so that the turn of a skipped slot is
+/// shared out instead of falling to its neighbour.
+#[derive(Debug, Default)]
+pub struct RoundRobin {
+    turn: usize,
+}
+
+impl Policy for RoundRobin {
+    fn choose(&mut self, candidates: &[Candidate]) -> usize {
+        let chosen = self.turn % candidates.len();
+        self.turn = self.turn.wrapping_add(1);
+        chosen
+    }
+}

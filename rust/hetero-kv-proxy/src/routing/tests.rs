@@ -1,0 +1,260 @@
+//! Routing in virtual time.
+
+use super::policy::PolicyKind;
+use super::*;
+use proptest::prelude::*;
+
+const RULES: HealthRules = HealthRules {
+    failures_max: 3,
+    fresh_ms: 6_000,
+};
+
+fn pool(policy: PolicyKind, dps: &[u32]) -> Pool {
+    let specs = dps
+        .iter()
+        .enumerate()
+        .map(|(index, &dp)| InstanceSpec {
+            url: format!("http://engine-{index}:8000"),
+            dp,
+            rank0: 4,
+        })
+        .collect();
+    Pool::new(specs, policy, RULES)
+}
+
+/// How often each (instance, rank) is chosen in `picks` picks that are released at once.
+fn histogram(pool: &mut Pool, dps: &[u32], picks: usize) -> Vec<Vec<usize>> {
+    let mut counts: Vec<Vec<usize>> = dps.iter().map(|&dp| vec![0; dp as usize]).collect();
+    for _ in 0..picks {
+        let picked = pool.pick(None).expect("the pool has slots");
+        counts[picked.instance.0][picked.rank as usize] += 1;
+        pool.release(picked.slot);
+    }
+    counts
+}
+
+#[test]
+fn every_rank_of_unequal_instances_gets_the_same_share() {
+    for policy in PolicyKind::ALL {
+        for dps in [vec![8, 8], vec![8, 4], vec![4, 8], vec![1, 3, 2]] {
+            let slots: u32 = dps.iter().sum();
+            let picks = 1_000;
+            let counts = histogram(&mut pool(policy, &dps), &dps, picks);
+            let low = picks / slots as usize;
+            for count in counts.iter().flatten() {
+                assert!(
+                    (low..=low + 1).contains(count),
+                    "{policy:?} {dps:?} {counts:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn consecutive_turns_fall_on_different_instances() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[4, 4]);
+    let mut before = None;
+    for _ in 0..16 {
+        let picked = pool.pick(None).expect("the pool has slots");
+        assert_ne!(before, Some(picked.instance));
+        before = Some(picked.instance);
+    }
+}
+
+#[test]
+fn the_rank_header_is_rank0_plus_slot_and_absent_for_one_rank() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 2]);
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        let picked = pool.pick(None).expect("the pool has slots");
+        seen.push((picked.instance.0, picked.rank_header));
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, [(0, None), (1, Some(4)), (1, Some(5))]);
+}
+
+#[test]
+fn least_loaded_fills_the_emptiest_slot() {
+    let mut pool = pool(PolicyKind::LeastLoaded, &[1, 1]);
+    let long: Vec<Picked> = (0..4).map(|_| pool.pick(None).expect("slots")).collect();
+    // Both legs of instance 1 end, so the next two picks go there.
+    for picked in long.iter().filter(|picked| picked.instance.0 == 1) {
+        pool.release(picked.slot);
+    }
+    for _ in 0..2 {
+        assert_eq!(pool.pick(None).expect("slots").instance.0, 1);
+    }
+}
+
+#[test]
+fn a_failed_instance_is_skipped_while_another_is_better_and_still_tried_when_none_is() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 1]);
+    pool.on_connect_failed(InstanceIndex(0));
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[0], [10]]);
+    for _ in 0..3 {
+        pool.on_probe_failed(InstanceIndex(1));
+    }
+    // Suspect is better than unhealthy.
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[10], [0]]);
+    for _ in 0..3 {
+        pool.on_probe_failed(InstanceIndex(0));
+    }
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[5], [5]]);
+    pool.on_answer(InstanceIndex(0), 1);
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[10], [0]]);
+}
+
+#[test]
+fn avoid_holds_unless_the_instance_is_the_only_one() {
+    let mut two = pool(PolicyKind::RoundRobin, &[2, 1]);
+    for _ in 0..5 {
+        let picked = two.pick(Some(InstanceIndex(0))).expect("slots");
+        assert_eq!(picked.instance.0, 1);
+    }
+    let mut one = pool(PolicyKind::RoundRobin, &[1]);
+    assert!(one.pick(Some(InstanceIndex(0))).is_some());
+    assert!(pool(PolicyKind::RoundRobin, &[]).pick(None).is_none());
+}
+
+#[test]
+fn health_follows_probes_and_ages() {
+    let mut health = Health::default();
+    assert_eq!(health.state(), HealthState::Unknown);
+    assert!(!health.is_ready(&RULES, 0));
+    health.on_probe_failed(&RULES);
+    assert_eq!(health.state(), HealthState::Suspect);
+    health.on_answer(1_000);
+    assert!(health.is_ready(&RULES, 7_000));
+    assert!(!health.is_ready(&RULES, 7_001));
+    // Two lost probes do not move traffic; the third does; one good answer brings it back.
+    health.on_probe_failed(&RULES);
+    health.on_probe_failed(&RULES);
+    assert_eq!(health.state(), HealthState::Healthy);
+    health.on_probe_failed(&RULES);
+    assert_eq!(health.state(), HealthState::Unhealthy);
+    health.on_answer(8_000);
+    assert_eq!(health.state(), HealthState::Healthy);
+}
+
+#[test]
+fn connect_errors_alone_never_make_an_instance_unhealthy() {
+    let mut health = Health::default();
+    health.on_answer(0);
+    for _ in 0..100 {
+        health.on_connect_failed();
+    }
+    assert_eq!(health.state(), HealthState::Suspect);
+}
+
+#[test]
+fn view_shows_legs_by_rank_and_readiness() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[2]);
+    pool.pick(None).expect("slots");
+    pool.pick(None).expect("slots");
+    pool.pick(None).expect("slots");
+    pool.on_answer(InstanceIndex(0), 5);
+    let view = pool.view(5);
+    assert_eq!(view[0].in_flight_by_rank, [2, 1]);
+    assert!(view[0].ready);
+    assert_eq!((pool.ready_count(5), pool.ready_count(9_000)), (1, 0));
+}
+
+#[test]
+fn retries_follow_the_rules_of_each_leg() {
+    use AfterFailure::{GiveUp, RetryElsewhere, RetryFresh};
+    let at = InstanceIndex(0);
+    let elsewhere = RetryElsewhere { avoid: at };
+    let reset = |reused| LegFailure::Reset { reused };
+    for (role, failure, instances, want) in [
+        (Role::Prefill, LegFailure::Connect, 2, elsewhere),
+        (Role::Prefill, LegFailure::Connect, 1, GiveUp),
+        (Role::Prefill, reset(false), 2, elsewhere),
+        (Role::Prefill, reset(false), 1, GiveUp),
+        (Role::Prefill, reset(true), 1, RetryFresh),
+        (Role::Decode, LegFailure::Connect, 2, elsewhere),
+        (Role::Decode, LegFailure::Connect, 1, GiveUp),
+        (Role::Decode, reset(false), 2, GiveUp),
+        (Role::Decode, reset(true), 1, RetryFresh),
+    ] {
+        let mut flow = Flow::read(OnMissingKv::Fail);
+        let first = flow.leg_failed(role, failure, at, instances);
+        assert_eq!(first, want, "{role:?} {failure:?} of {instances}");
+        let second = flow.leg_failed(role, LegFailure::Connect, at, 2);
+        if want == GiveUp {
+            assert_eq!(second, elsewhere, "giving up uses no budget");
+        } else {
+            assert_eq!(second, GiveUp, "one retry a leg");
+        }
+    }
+}
+
+#[test]
+fn the_legs_have_separate_budgets() {
+    let mut flow = Flow::read(OnMissingKv::Fail);
+    let at = InstanceIndex(1);
+    for role in [Role::Prefill, Role::Decode] {
+        let step = flow.leg_failed(role, LegFailure::Connect, at, 2);
+        assert_eq!(step, AfterFailure::RetryElsewhere { avoid: at });
+    }
+}
+
+#[test]
+fn prefill_answers_lead_to_one_step_each() {
+    let fail = Flow::read(OnMissingKv::Fail);
+    let recompute = Flow::read(OnMissingKv::Recompute);
+    assert_eq!(fail.prefill_answered(200, true), AfterPrefill::HandOver);
+    assert_eq!(fail.prefill_answered(200, false), AfterPrefill::MissingKv);
+    assert_eq!(
+        recompute.prefill_answered(200, false),
+        AfterPrefill::Recompute
+    );
+    for status in [400, 404, 429, 500, 503, 302] {
+        assert_eq!(
+            recompute.prefill_answered(status, true),
+            AfterPrefill::PassOn
+        );
+    }
+}
+
+proptest! {
+    /// Whatever is picked and released in whatever order: counts stay true, ranks stay in range,
+    /// and least-loaded never leaves two slots more than one leg apart while only picking.
+    #[test]
+    fn counts_stay_true(
+        dps in prop::collection::vec(1_u32..6, 1..5),
+        least in any::<bool>(),
+        steps in prop::collection::vec((any::<bool>(), any::<prop::sample::Index>()), 1..80),
+    ) {
+        let policy = if least { PolicyKind::LeastLoaded } else { PolicyKind::RoundRobin };
+        let mut pool = pool(policy, &dps);
+        let mut held: Vec<Picked> = Vec::new();
+        let mut released = false;
+        for (give_back, which) in steps {
+            if give_back && !held.is_empty() {
+                pool.release(held.swap_remove(which.index(held.len())).slot);
+                released = true;
+            } else {
+                let picked = pool.pick(None).expect("dps is not empty");
+                prop_assert!(picked.rank < dps[picked.instance.0]);
+                held.push(picked);
+            }
+            let view = pool.view(0);
+            for (index, instance) in view.iter().enumerate() {
+                for (rank, &count) in instance.in_flight_by_rank.iter().enumerate() {
+                    let want = held
+                        .iter()
+                        .filter(|p| p.instance.0 == index && p.rank as usize == rank)
+                        .count();
+                    prop_assert_eq!(count as usize, want);
+                }
+            }
+            if !released {
+                let all: Vec<u32> =
+                    view.iter().flat_map(|v| v.in_flight_by_rank.clone()).collect();
+                let spread = all.iter().max().zip(all.iter().min()).map(|(a, b)| a - b);
+                prop_assert!(spread <= Some(1), "{all:?}");
+            }
+        }
+    }
+}

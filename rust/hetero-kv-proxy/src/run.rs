@@ -1,0 +1,112 @@
+//! One proxy from configuration to its end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use crate::app::App;
+use crate::config::{Config, host_port};
+use crate::{probe, server};
+
+/// Serves until SIGTERM or SIGINT, then drains.
+///
+/// # Errors
+/// The address cannot be bound, or signals cannot be caught.
+pub async fn serve(config: Config) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("catching SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("catching SIGINT")?;
+    let mut stop_signal = async move || {
+        tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+        }
+    };
+    let (host, port) = host_port(&config.listen).map_err(anyhow::Error::msg)?;
+    let listener = server::bind(&host, port)
+        .await
+        .with_context(|| format!("listening on {}", config.listen))?;
+    let drain = config.drain_timeout;
+    let proxy = Proxy::start(config, listener)?;
+
+    let name = stop_signal().await;
+    tracing::info!(signal = name, drain_s = drain.as_secs(), "draining");
+    tokio::select! {
+        complete = proxy.drain(drain) => {
+            if !complete {
+                tracing::warn!("requests were still running when the drain time was over");
+            }
+        }
+        name = stop_signal() => tracing::warn!(signal = name, "second signal: not waiting"),
+    }
+    Ok(())
+}
+
+/// A proxy that is serving.
+#[derive(Debug)]
+pub struct Proxy {
+    /// What its requests share.
+    pub app: Arc<App>,
+    /// Where it listens.
+    pub address: std::net::SocketAddr,
+    stop: watch::Sender<bool>,
+}
+
+impl Proxy {
+    /// Starts probing and serving on `listener`.
+    ///
+    /// # Errors
+    /// A URL that cannot be a `Host` header, or a listener without an address.
+    pub fn start(config: Config, listener: TcpListener) -> anyhow::Result<Self> {
+        let app = App::new(config)?;
+        let address = listener.local_addr().context("the listener's address")?;
+        let (stop, stopped) = watch::channel(false);
+        probe::start(&app, &stopped);
+        tokio::spawn(server::run(Arc::clone(&app), listener, stopped));
+        tracing::info!(
+            listen = %address,
+            prefill = slots(&app.config.prefill),
+            decode = slots(&app.config.decode),
+            prefill_policy = app.config.prefill_policy.name(),
+            decode_policy = app.config.decode_policy.name(),
+            "serving"
+        );
+        Ok(Self { app, address, stop })
+    }
+
+    /// Stops accepting, lets what runs end, and waits for it at most `limit`. Returns whether all
+    /// of it ended.
+    pub async fn drain(&self, limit: Duration) -> bool {
+        self.stop.send_replace(true);
+        self.app.tasks.close();
+        tokio::time::timeout(limit, self.app.tasks.wait())
+            .await
+            .is_ok()
+    }
+}
+
+/// `URL x ranks` of each instance.
+fn slots(workers: &[crate::config::Worker]) -> String {
+    let each: Vec<String> = workers
+        .iter()
+        .map(|worker| format!("{} x{}", worker.spec.url, worker.spec.dp))
+        .collect();
+    each.join(" ")
+}
+
+/// Raises the soft limit of open files to the hard one, and returns it.
+pub fn raise_open_files() -> Option<u64> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    if setrlimit(Resource::Nofile, raised).is_err() {
+        return limit.current;
+    }
+    limit.maximum
+}

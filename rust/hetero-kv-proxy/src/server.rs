@@ -1,0 +1,188 @@
+//! Listening, serving connections, and the route table.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{HeaderValue, Method, Request, header};
+use hyper::body::Incoming;
+use hyper::server::conn::http1::Builder;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::{Semaphore, watch};
+
+use crate::answer::{self, Answer, Record};
+use crate::app::App;
+use crate::client_io::{ClientIo, HeadWatch};
+use crate::openai::Route;
+use crate::openai::error::ApiError;
+use crate::{admin, completions, models};
+
+/// Connections that the kernel holds for us; a burst of as many connects is not refused. The
+/// system's `somaxconn` may be lower and then counts.
+const BACKLOG: u32 = 4_096;
+/// Pause after a failed accept, such as one for want of descriptors, which ends when a connection
+/// closes.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Binds the first address of `host` that can be bound.
+///
+/// # Errors
+/// The error of the last address tried, or that of the name.
+pub async fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in tokio::net::lookup_host((host, port)).await? {
+        match bind_one(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // A restart finds connections of the last run in TIME_WAIT.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+/// Accepts and serves until `stop` turns true, then stops accepting and returns; connections end
+/// by themselves and are in `app.tasks`.
+pub async fn run(app: Arc<App>, listener: TcpListener, mut stop: watch::Receiver<bool>) {
+    let connections = Arc::new(Semaphore::new(app.config.connections_max));
+    loop {
+        let accept = async {
+            // The semaphore is never closed.
+            let permit = Arc::clone(&connections).acquire_owned().await.ok()?;
+            Some((listener.accept().await, permit))
+        };
+        let accepted = tokio::select! {
+            accepted = accept => accepted,
+            _ = stop.wait_for(|stop| *stop) => return,
+        };
+        match accepted {
+            Some((Ok((stream, _)), permit)) => {
+                let serve = connection(Arc::clone(&app), stream, stop.clone());
+                app.tasks.spawn(async move {
+                    serve.await;
+                    drop(permit);
+                });
+            }
+            Some((Err(error), _)) => {
+                tracing::warn!(%error, "accept failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+            None => return,
+        }
+    }
+}
+
+async fn connection(app: Arc<App>, stream: TcpStream, mut stop: watch::Receiver<bool>) {
+    // A chunk of one token is far smaller than a segment: it must not wait for another.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let watch = Arc::new(HeadWatch::default());
+    let write_timeout = app.config.client_write_timeout;
+    let io = ClientIo::new(stream, Arc::clone(&watch), write_timeout);
+    let mut builder = Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(app.config.header_read_timeout);
+    let service = service_fn(move |request| {
+        let served: Pin<Box<dyn Future<Output = _> + Send>> =
+            Box::pin(route(Arc::clone(&app), Arc::clone(&watch), request));
+        served
+    });
+    let mut served = builder.serve_connection(TokioIo::new(io), service);
+    let stopped = tokio::select! {
+        ended = poll_fn(|cx| served.poll_without_shutdown(cx)) => Some(ended),
+        _ = stop.wait_for(|stop| *stop) => None,
+    };
+    let ended = match stopped {
+        Some(ended) => ended,
+        None => {
+            Pin::new(&mut served).graceful_shutdown();
+            poll_fn(|cx| served.poll_without_shutdown(cx)).await
+        }
+    };
+    match ended {
+        Ok(()) => served.into_parts().io.into_inner().close().await,
+        Err(error) => tracing::debug!(%error, "client connection ended"),
+    }
+}
+
+type Never = std::convert::Infallible;
+
+async fn route(
+    app: Arc<App>,
+    watch: Arc<HeadWatch>,
+    request: Request<Incoming>,
+) -> Result<Answer, Never> {
+    let path = request.uri().path();
+    let completion = [Route::Completions, Route::ChatCompletions]
+        .into_iter()
+        .find(|route| route.path() == path);
+    if watch.has_two_lengths() {
+        let mut answer = answer::error(&ApiError::new(
+            400,
+            "two_lengths",
+            "a request has either Content-Length or Transfer-Encoding",
+        ));
+        let close = HeaderValue::from_static("close");
+        answer.headers_mut().insert(header::CONNECTION, close);
+        return Ok(answer);
+    }
+    if let Some(route) = completion {
+        if request.method() != Method::POST {
+            return Ok(not_allowed("POST"));
+        }
+        return Ok(completions::serve(app, route, request, &watch).await);
+    }
+    let known: Option<&'static str> = ["/v1/models", "/health", "/ready", "/metrics", "/workers"]
+        .into_iter()
+        .find(|known| *known == path);
+    let Some(known) = known else {
+        let error = ApiError::new(404, "unknown_path", "no such path");
+        return Ok(answer::error(&error));
+    };
+    if request.method() != Method::GET && request.method() != Method::HEAD {
+        return Ok(not_allowed("GET, HEAD"));
+    }
+    if http_body::Body::is_end_stream(request.body()) {
+        watch.arm();
+    }
+    Ok(match known {
+        "/v1/models" => {
+            let record = Record::new(Arc::clone(&app), known);
+            let answer = models::list(&app, request).await;
+            record.finish(answer.status());
+            answer
+        }
+        "/health" => admin::health(),
+        "/ready" => admin::ready(&app, request.uri().query()),
+        "/metrics" => admin::metrics(&app),
+        _ => admin::workers(&app),
+    })
+}
+
+fn not_allowed(allow: &'static str) -> Answer {
+    let error = ApiError::new(
+        405,
+        "method_not_allowed",
+        format!("this path takes {allow}"),
+    );
+    let mut answer = answer::error(&error);
+    let allow = HeaderValue::from_static(allow);
+    answer.headers_mut().insert(header::ALLOW, allow);
+    answer
+}

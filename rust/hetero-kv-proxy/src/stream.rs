@@ -1,0 +1,264 @@
+//! A decode answer on its way to the client, chunk by chunk.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{StatusCode, header};
+use http_body::{Body, Frame, SizeHint};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Sleep};
+
+use crate::answer::Record;
+use crate::app::App;
+use crate::handover::{DecodeHead, settle_stream};
+use crate::metrics::ReasonLabels;
+use crate::openai::error::ApiError;
+use crate::openai::sse::Tail;
+use crate::upstream::Written;
+
+/// Why an answer ends before its end. hyper closes the client's connection on it, so that a client
+/// sees a body cut short and never a whole one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum StreamBroken {
+    /// The engine's connection broke.
+    #[error("the decode engine's answer broke off")]
+    Engine,
+    /// No chunk came for too long.
+    #[error("the decode engine sent nothing for too long")]
+    Idle,
+    /// The request's deadline passed.
+    #[error("the deadline of the request passed")]
+    Deadline,
+}
+
+impl StreamBroken {
+    fn reason(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Idle => "idle",
+            Self::Deadline => "deadline",
+        }
+    }
+
+    fn api_error(self) -> ApiError {
+        let (status, code) = match self {
+            Self::Engine => (502, "decode_stream_broken"),
+            Self::Idle => (504, "decode_stream_idle"),
+            Self::Deadline => (504, "deadline_exceeded"),
+        };
+        ApiError::new(status, code, self.to_string())
+    }
+}
+
+/// The limits of one answer.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamLimits {
+    /// When the request must be over.
+    pub deadline: Instant,
+    /// Longest silence.
+    pub idle: std::time::Duration,
+}
+
+/// A decode answer's body with everything that ends when it ends.
+#[derive(Debug)]
+pub struct DecodeStream {
+    app: Arc<App>,
+    /// `None` once the answer has ended, well or not.
+    live: Option<Live>,
+    outcome: &'static str,
+    limits: StreamLimits,
+    alarm: Pin<Box<Sleep>>,
+    heard: Instant,
+    started: Instant,
+    /// For an event stream: its end, to close it properly when it breaks.
+    events: Option<Tail>,
+    any_chunk: bool,
+    written: Written,
+}
+
+#[derive(Debug)]
+struct Live {
+    decode: DecodeHead,
+    record: Record,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl DecodeStream {
+    /// The body of `decode`, counted by `record` and admitted by `permit`.
+    pub fn new(
+        app: Arc<App>,
+        decode: DecodeHead,
+        record: Record,
+        permit: OwnedSemaphorePermit,
+        limits: StreamLimits,
+        written: Written,
+    ) -> Self {
+        let now = Instant::now();
+        let is_events = decode
+            .answer
+            .head
+            .headers
+            .get(header::CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+        let mut stream = Self {
+            outcome: outcome_of(decode.answer.head.status),
+            started: record.started(),
+            live: Some(Live {
+                decode,
+                record,
+                _permit: permit,
+            }),
+            limits,
+            alarm: Box::pin(tokio::time::sleep_until(
+                limits.deadline.min(now + limits.idle),
+            )),
+            heard: now,
+            events: is_events.then(Tail::default),
+            any_chunk: false,
+            written,
+            app,
+        };
+        if stream.engine_ended() {
+            stream.complete();
+        }
+        stream
+    }
+
+    fn engine_ended(&self) -> bool {
+        self.live
+            .as_ref()
+            .is_some_and(|live| live.decode.answer.body.is_end_stream())
+    }
+
+    /// Whether nothing more will come.
+    pub fn is_ended(&self) -> bool {
+        self.live.is_none()
+    }
+
+    /// Length, where the engine gave one. An event stream has none: an error event may follow.
+    pub fn size_hint(&self) -> SizeHint {
+        match (&self.live, &self.events) {
+            (Some(live), None) => live.decode.answer.body.size_hint(),
+            (Some(_), Some(_)) => SizeHint::default(),
+            (None, _) => SizeHint::with_exact(0),
+        }
+    }
+
+    /// See [`Body::poll_frame`].
+    pub fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
+        loop {
+            let Some(live) = &mut self.live else {
+                return Poll::Ready(None);
+            };
+            match Pin::new(&mut live.decode.answer.body).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => {
+                    if let Some(chunk) = frame.data_ref() {
+                        self.note_chunk(chunk.clone());
+                    }
+                    if self.engine_ended() {
+                        self.complete();
+                    }
+                    return Poll::Ready(Some(Ok(frame)));
+                }
+                Poll::Ready(Some(Err(error))) => {
+                    tracing::debug!(%error, "decode answer broke off");
+                    return self.break_off(StreamBroken::Engine);
+                }
+                Poll::Ready(None) => {
+                    self.complete();
+                    return Poll::Ready(None);
+                }
+                Poll::Pending => {}
+            }
+            // One timer for both limits; it is moved when it rings and not at each chunk.
+            if self.alarm.as_mut().poll(cx).is_pending() {
+                return Poll::Pending;
+            }
+            let now = Instant::now();
+            let silent_until = self.heard + self.limits.idle;
+            if now >= self.limits.deadline {
+                return self.break_off(StreamBroken::Deadline);
+            }
+            if now >= silent_until {
+                return self.break_off(StreamBroken::Idle);
+            }
+            self.alarm
+                .as_mut()
+                .reset(self.limits.deadline.min(silent_until));
+        }
+    }
+
+    fn note_chunk(&mut self, chunk: Bytes) {
+        self.heard = Instant::now();
+        if let Some(events) = &mut self.events {
+            if !self.any_chunk {
+                let seconds = (self.heard - self.started).as_secs_f64();
+                self.app.metrics.ttft_seconds.observe(seconds);
+            }
+            events.push(&chunk);
+        }
+        self.any_chunk = true;
+    }
+
+    fn complete(&mut self) {
+        if let Some(live) = self.live.take() {
+            live.record.finish(live.decode.answer.head.status);
+            live.decode.lease.end(self.outcome);
+            live.decode.answer.connection.keep();
+        }
+    }
+
+    fn break_off(
+        &mut self,
+        broken: StreamBroken,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
+        let Some(live) = self.live.take() else {
+            return Poll::Ready(None);
+        };
+        live.record.finish(live.decode.answer.head.status);
+        let whole = self.events.as_ref().is_some_and(Tail::is_done);
+        live.decode
+            .lease
+            .end(if whole { self.outcome } else { "broken" });
+        if whole {
+            // Every event was passed on; only the end of the framing is missing.
+            return Poll::Ready(None);
+        }
+        let labels = ReasonLabels {
+            reason: broken.reason(),
+        };
+        self.app.metrics.stream_breaks.get_or_create(&labels).inc();
+        Poll::Ready(Some(match &self.events {
+            Some(events) => Ok(Frame::data(events.error_event(&broken.api_error()))),
+            None => Err(broken),
+        }))
+    }
+}
+
+impl Drop for DecodeStream {
+    fn drop(&mut self) {
+        let Some(live) = self.live.take() else {
+            return;
+        };
+        // The client left. The first chunk proves that the engine has taken the request and read
+        // its KV; before that, the leg lives on for its grace.
+        if !self.any_chunk {
+            settle_stream(&self.app, live.decode, self.written.clone());
+        }
+    }
+}
+
+/// The label of a leg that was answered.
+pub fn outcome_of(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        200..=299 => "ok",
+        300..=399 => "status_3xx",
+        400..=499 => "status_4xx",
+        _ => "status_5xx",
+    }
+}

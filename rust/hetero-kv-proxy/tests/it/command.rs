@@ -1,0 +1,164 @@
+//! The executable: exit codes, environment, signals.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::time::Instant;
+
+use crate::client::Client;
+use crate::engine::{Blocks, Engine, Script};
+use crate::{COMPLETIONS, STREAM};
+
+fn command() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hetero-kv-proxy"));
+    command.env_clear();
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn run(command: &mut Command) -> Output {
+    command.output().expect("the executable runs")
+}
+
+#[test]
+fn faults_of_the_configuration_are_exit_2_and_all_on_stderr() {
+    for subcommand in ["serve", "check"] {
+        let output = run(command().args([subcommand, "--connector", "mooncake", "--policy", "x"]));
+        assert_eq!(output.status.code(), Some(2));
+        assert!(output.stdout.is_empty());
+        let errors = text(&output.stderr);
+        for part in [
+            "--prefill: at least one",
+            "--decode: at least one",
+            "--connector mooncake: not available yet in this build",
+            "--policy x: unknown",
+        ] {
+            assert!(errors.contains(part), "{part} in {errors}");
+        }
+    }
+    let output = run(command().args(["serve", "--no-such-flag"]));
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn the_environment_gives_what_flags_do_not() {
+    let output = run(command()
+        .env("HETERO_KV_PROXY_PREFILL", "http://a:1,dp=2 http://b:2")
+        .env("HETERO_KV_PROXY_REQUESTS_MAX", "5")
+        .env("HETERO_KV_PROXY_THREADS", "3")
+        .args(["check", "--decode", "http://d:3", "--requests-max", "6"]));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let printed = text(&output.stdout);
+    for line in [
+        "prefill = [\"http://a:1,dp=2\", \"http://b:2\"]",
+        "decode = [\"http://d:3\"]",
+        "requests_max = 6",
+        "threads = 3",
+    ] {
+        assert!(
+            printed.lines().any(|found| found == line),
+            "{line} in {printed}"
+        );
+    }
+}
+
+#[test]
+fn an_address_in_use_is_exit_1() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = taken.local_addr().expect("address").to_string();
+    let flags = [
+        "serve",
+        "--prefill",
+        "http://a:1",
+        "--decode",
+        "http://b:1",
+        "--listen",
+    ];
+    let output = run(command().args(flags).arg(&address));
+    assert_eq!(output.status.code(), Some(1));
+    let errors = text(&output.stderr);
+    assert!(
+        errors.contains(&address) && errors.contains("in use"),
+        "{errors}"
+    );
+}
+
+/// Starts `serve` on a free port and reads the address from its first log line.
+fn serve(p: &Engine, d: &Engine) -> (Child, SocketAddr, impl Read) {
+    let mut child = command()
+        .args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"])
+        .args(["--prefill", &p.url(), "--decode", &d.url()])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the executable starts");
+    let mut log = BufReader::new(child.stderr.take().expect("piped"));
+    let mut line = String::new();
+    log.read_line(&mut line).expect("a log line");
+    let line: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+    let fields = &line["fields"];
+    assert_eq!(fields["message"], "serving");
+    assert!(fields["prefill"].as_str().expect("slots").ends_with(" x1"));
+    let address = fields["listen"]
+        .as_str()
+        .expect("an address")
+        .parse()
+        .expect("an address");
+    (child, address, log)
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).expect("the process is there");
+}
+
+async fn exit_code(mut child: Child) -> Option<i32> {
+    let start = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("waiting") {
+            return status.code();
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "still running");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let events = vec!["data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"];
+    d.once(Script::Stream(events.clone(), Duration::from_millis(200)));
+    let (child, address, _log) = serve(&p, &d);
+    let mut client = Client::connect(address).await;
+    client.post(COMPLETIONS, &[], STREAM.as_bytes()).await;
+    client.head().await.expect("a head");
+    signal(&child, Signal::TERM);
+    let mut text = Vec::new();
+    while let Some(chunk) = client.chunk().await
+        && !chunk.is_empty()
+    {
+        text.extend(chunk);
+    }
+    assert_eq!(text, events.concat().as_bytes());
+    assert_eq!(exit_code(child).await, Some(0));
+
+    d.once(Script::StreamThenSilence(vec!["data: 1\n\n"]));
+    let (child, address, _log) = serve(&p, &d);
+    let mut client = Client::connect(address).await;
+    client.post(COMPLETIONS, &[], STREAM.as_bytes()).await;
+    client.head().await.expect("a head");
+    signal(&child, Signal::INT);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    signal(&child, Signal::INT);
+    let start = Instant::now();
+    assert_eq!(exit_code(child).await, Some(0));
+    assert!(start.elapsed() < Duration::from_secs(3));
+}

@@ -1,0 +1,92 @@
+//! The proxy over real sockets, between a scripted client and scripted engines.
+//!
+//! The engines answer as vLLM does where it matters here: prefill checks its limits, pins blocks
+//! and returns params; decode frees them. The client speaks HTTP by hand, so that a test sees every
+//! byte and when it came.
+
+mod cancel;
+mod client;
+mod command;
+mod engine;
+mod failures;
+mod limits;
+mod pd_flow;
+mod streaming;
+
+use std::time::Duration;
+
+use hetero_kv_proxy::cli::Settings;
+use hetero_kv_proxy::config::Config;
+use hetero_kv_proxy::routing::{HealthState, Role};
+use hetero_kv_proxy::run::Proxy;
+use tokio::net::TcpListener;
+use tokio::time::{Instant, sleep};
+
+use client::{Client, Reply};
+use engine::Engine;
+
+/// A proxy in front of these engines, and the engines' URLs as they are.
+async fn proxy(prefill: &[&Engine], decode: &[&Engine]) -> Proxy {
+    proxy_with(Settings::default(), &urls(prefill), &urls(decode)).await
+}
+
+fn urls(engines: &[&Engine]) -> Vec<String> {
+    engines.iter().map(|engine| engine.url()).collect()
+}
+
+/// A proxy with more settings. Without word to the contrary it probes so rarely that a test sees
+/// its own requests only.
+async fn proxy_with(mut settings: Settings, prefill: &[String], decode: &[String]) -> Proxy {
+    settings.prefill = Some(prefill.to_vec());
+    settings.decode = Some(decode.to_vec());
+    settings.health_interval_ms.get_or_insert(3_600_000);
+    let config = Config::from_settings(settings).expect("a valid configuration");
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+    let proxy = Proxy::start(config, listener).expect("the proxy starts");
+    // The first probe ends before the test begins: its verdict must not fall into it.
+    let probed = |role| {
+        let views = proxy.app.view(role);
+        views.iter().all(|view| view.state != HealthState::Unknown)
+    };
+    until("all engines probed", || {
+        probed(Role::Prefill) && probed(Role::Decode)
+    })
+    .await;
+    proxy
+}
+
+/// One request over its own connection, read to the end.
+async fn post(proxy: &Proxy, path: &str, body: &str) -> Reply {
+    let mut client = Client::connect(proxy.address).await;
+    client.post(path, &[], body.as_bytes()).await;
+    client.reply().await
+}
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+const PROMPT: &str = r#"{"model":"m","prompt":"hello","max_tokens":8}"#;
+const STREAM: &str = r#"{"model":"m","prompt":"hello","max_tokens":8,"stream":true}"#;
+
+/// Waits until `holds`, at most 5 s, and returns how long it took.
+async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
+    let start = Instant::now();
+    while !holds() {
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "5 s passed and not: {what}"
+        );
+        sleep(Duration::from_millis(2)).await;
+    }
+    start.elapsed()
+}
+
+/// The value of one metric line, by its name and labels as written; 0 when it is not there.
+async fn metric(proxy: &Proxy, line: &str) -> f64 {
+    let mut client = Client::connect(proxy.address).await;
+    client.get("/metrics").await;
+    let text = client.reply().await.text();
+    let name = format!("hetero_kv_proxy_{line} ");
+    text.lines()
+        .find_map(|found| found.strip_prefix(&name))
+        .map_or(0.0, |value| value.parse().expect("a number"))
+}

@@ -1,0 +1,176 @@
+//! What Python hands over at start, as one JSON text each.
+
+use std::num::NonZeroU32;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use hetero_kv_core::consumer::ConsumerOptions;
+use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
+use hetero_kv_core::layout::{CompatFields, KvHeads};
+use hetero_kv_core::producer::LeaseTimes;
+use hetero_kv_core::wire::message::EngineIdentity;
+use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
+use hetero_kv_transport::scheduler::Roles;
+use hetero_kv_transport::tcp::ServerOptions;
+use hetero_kv_transport::worker::{WorkerOptions, WorkerPlace};
+use serde::Deserialize;
+
+/// The settings of `kv_connector_extra_config`, already checked by `hetero_kv.config`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Settings {
+    pub(crate) host: String,
+    pub(crate) bind_host: Option<String>,
+    pub(crate) port_range: Option<(u16, u16)>,
+    pub(crate) transport: String,
+    pub(crate) allow_ptracer: bool,
+    pub(crate) require_kv: bool,
+    pub(crate) lease_s: f64,
+    pub(crate) grace_ms: f64,
+    pub(crate) margin_ms: f64,
+    pub(crate) claim_timeout_s: f64,
+    pub(crate) load_timeout_s: f64,
+    pub(crate) sibling_linger_ms: f64,
+    pub(crate) heartbeat_s: f64,
+    pub(crate) peer_silence_s: f64,
+    pub(crate) quiesce_timeout_s: f64,
+    pub(crate) lease_slots: u32,
+}
+
+/// An engine, from vLLM's configuration.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Engine {
+    pub(crate) engine_id: EngineId,
+    pub(crate) dp_rank: u32,
+    pub(crate) tp_size: u32,
+    pub(crate) pp_size: u32,
+    pub(crate) block_size: u32,
+    /// KV heads over all ranks; 0 for MLA.
+    pub(crate) kv_heads: u32,
+    pub(crate) producer: bool,
+    pub(crate) consumer: bool,
+}
+
+/// For [`crate::scheduler::Scheduler`].
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SchedulerStart {
+    pub(crate) settings: Settings,
+    pub(crate) engine: Engine,
+    pub(crate) fields: CompatFields,
+}
+
+/// For [`crate::worker::Worker`].
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WorkerStart {
+    pub(crate) settings: Settings,
+    pub(crate) engine: Engine,
+    pub(crate) tp_rank: u32,
+    pub(crate) pp_rank: u32,
+}
+
+fn seconds(value: f64) -> Duration {
+    Duration::try_from_secs_f64(value).unwrap_or_default()
+}
+
+fn millis(value: f64) -> Duration {
+    seconds(value / 1e3)
+}
+
+impl Settings {
+    pub(crate) fn ports(&self) -> Option<RangeInclusive<u16>> {
+        self.port_range.map(|(first, last)| first..=last)
+    }
+
+    pub(crate) fn leases(&self) -> LeaseTimes {
+        LeaseTimes {
+            lease: seconds(self.lease_s),
+            renewal: seconds(self.lease_s),
+            grace: millis(self.grace_ms),
+        }
+    }
+
+    pub(crate) fn consumer(&self, block_size: u32) -> ConsumerOptions {
+        ConsumerOptions {
+            block_size,
+            require_kv: self.require_kv,
+            claim_timeout: seconds(self.claim_timeout_s),
+            load_timeout: seconds(self.load_timeout_s),
+            margin: millis(self.margin_ms),
+            sibling_linger: millis(self.sibling_linger_ms),
+            heartbeat: seconds(self.heartbeat_s),
+            peer_silence: seconds(self.peer_silence_s),
+            backoff: Duration::from_millis(250),
+        }
+    }
+
+    fn offers(&self, transport: &str) -> bool {
+        self.transport == "auto" || self.transport == transport
+    }
+}
+
+impl Engine {
+    pub(crate) fn heads(&self) -> KvHeads {
+        NonZeroU32::new(self.kv_heads).map_or(KvHeads::Latent, KvHeads::Grouped)
+    }
+
+    pub(crate) fn roles(&self) -> Roles {
+        Roles {
+            producer: self.producer,
+            consumer: self.consumer,
+        }
+    }
+
+    pub(crate) fn identity(&self, incarnation: Incarnation) -> EngineIdentity {
+        EngineIdentity {
+            engine: self.engine_id.clone(),
+            incarnation,
+            dp_rank: DpRank(self.dp_rank),
+            tp_size: self.tp_size,
+            pp_size: self.pp_size,
+        }
+    }
+}
+
+impl WorkerStart {
+    pub(crate) fn place(&self) -> WorkerPlace {
+        WorkerPlace {
+            engine: self.engine.engine_id.clone(),
+            dp_rank: DpRank(self.engine.dp_rank),
+            tp_rank: TpRank(self.tp_rank),
+            tp_size: self.engine.tp_size,
+            pp_rank: PpRank(self.pp_rank),
+            heads: self.engine.heads(),
+        }
+    }
+
+    pub(crate) fn options(&self) -> WorkerOptions {
+        let settings = &self.settings;
+        WorkerOptions {
+            roles: self.engine.roles(),
+            server: ServerOptions {
+                host: settings.host.clone(),
+                bind_host: settings.bind_host.clone(),
+                port_range: settings.ports(),
+                // The engine's control listener shares the range.
+                ports_needed: 1 + self.engine.tp_size * self.engine.pp_size,
+                ..ServerOptions::default()
+            },
+            reader: ReaderOptions {
+                choice: match settings.transport.as_str() {
+                    "process" => TransportChoice::Process,
+                    "tcp" => TransportChoice::Tcp,
+                    _ => TransportChoice::Auto,
+                },
+                quiesce_timeout: seconds(settings.quiesce_timeout_s),
+                ..ReaderOptions::default()
+            },
+            allow_ptracer: settings.allow_ptracer,
+            lease_slots: settings.lease_slots,
+            offer_process: settings.offers("process"),
+            offer_tcp: settings.offers("tcp"),
+        }
+    }
+}

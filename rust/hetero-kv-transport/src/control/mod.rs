@@ -1,0 +1,464 @@
+//! The control plane of one engine: one thread, all connections, in the scheduler process.
+//!
+//! The thread feeds the core's machines with time, messages and the fate of connections, and
+//! carries out what they put out. vLLM's hooks work on the same machines from the scheduler's
+//! thread, under one lock that is never held over a system call of ours, and wake the thread when
+//! there is something to send.
+
+mod connection;
+mod dial;
+pub mod listen;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use connection::{Broken, Connection, PARTIAL_TIMEOUT, STRANGER_FRAME_BYTES_MAX};
+use hetero_kv_core::consumer::{Consumer, ConsumerOutput};
+use hetero_kv_core::producer::{ConnectionId, Producer, ProducerOutput};
+use hetero_kv_core::step::PeerId;
+use hetero_kv_core::time::Time;
+use hetero_kv_core::wire::FRAME_BYTES_MAX;
+use hetero_kv_core::wire::message::Message;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with, sockopt};
+
+use crate::clock;
+use crate::waker::Waker;
+
+/// Consumers connected to one producer at once; more are closed at accept.
+pub const INBOUND_MAX: usize = 1024;
+
+/// The machines of one engine's scheduler side.
+#[derive(Debug, Default)]
+pub struct Desk {
+    /// Present when the engine hands KV off.
+    pub producer: Option<Producer>,
+    /// Present when the engine takes KV over.
+    pub consumer: Option<Consumer>,
+}
+
+/// The machines, shared between vLLM's thread and the control thread.
+#[derive(Debug, Default)]
+pub struct SharedDesk {
+    desk: Mutex<Desk>,
+    /// Signalled when a message or a timer changed the machines.
+    changed: Condvar,
+}
+
+impl SharedDesk {
+    /// The machines. A panic under the lock leaves them usable: each call is one mutation.
+    pub fn lock(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the control plane changes something `until` accepts, or the time is over.
+    pub fn wait_until(&self, timeout: Duration, mut until: impl FnMut(&mut Desk) -> bool) {
+        let desk = self.lock();
+        let _ = self
+            .changed
+            .wait_timeout_while(desk, timeout, |desk| !until(desk));
+    }
+}
+
+/// The running control plane. Dropping it stops the thread and closes every connection.
+#[derive(Debug)]
+pub struct ControlPlane {
+    waker: Arc<Waker>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlPlane {
+    /// Starts the thread. `listener` is present for a producer.
+    pub fn start(desk: Arc<SharedDesk>, listener: Option<OwnedFd>) -> io::Result<Self> {
+        let waker = Arc::new(Waker::new()?);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (dialed, dial_results) = channel();
+        let mut control = Loop {
+            desk,
+            listener,
+            waker: Arc::clone(&waker),
+            stop: Arc::clone(&stop),
+            inbound: BTreeMap::new(),
+            outbound: BTreeMap::new(),
+            next_inbound: 0,
+            dialed,
+            dial_results,
+        };
+        let thread = thread::Builder::new()
+            .name("hkv-control".into())
+            .spawn(move || control.run())?;
+        Ok(Self {
+            waker,
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    /// Lets the thread look at the machines: call after each mutation from outside.
+    pub fn wake(&self) {
+        self.waker.wake();
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.waker.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic there has already been printed by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+type DialResult = (PeerId, io::Result<OwnedFd>);
+
+struct Loop {
+    desk: Arc<SharedDesk>,
+    listener: Option<OwnedFd>,
+    waker: Arc<Waker>,
+    stop: Arc<AtomicBool>,
+    inbound: BTreeMap<ConnectionId, Connection>,
+    outbound: BTreeMap<PeerId, Connection>,
+    next_inbound: u64,
+    dialed: Sender<DialResult>,
+    dial_results: Receiver<DialResult>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    Inbound(ConnectionId),
+    Outbound(PeerId),
+}
+
+impl Loop {
+    fn run(&mut self) {
+        while !self.stop.load(Ordering::Acquire) {
+            let timeout = self.turn();
+            let ready = self.sleep(timeout);
+            for key in ready {
+                self.serve(key);
+            }
+        }
+        self.say_goodbye();
+    }
+
+    /// Timers, dial results, outputs. Returns how long nothing is due.
+    fn turn(&mut self) -> Option<Duration> {
+        self.waker.clear();
+        let now = clock::now();
+        while let Ok((peer, result)) = self.dial_results.try_recv() {
+            let mut desk = self.desk.lock();
+            let Some(consumer) = desk.consumer.as_mut() else {
+                continue;
+            };
+            match result {
+                Ok(stream) => {
+                    self.outbound.insert(peer, Connection::new(stream, None));
+                    consumer.handle_dialed(now, peer);
+                }
+                Err(error) => consumer.handle_closed(now, peer, &error.to_string()),
+            }
+        }
+        self.drop_overdue(now);
+        // Carrying out an output can break a connection, which makes more outputs.
+        loop {
+            let outputs = self.collect(now);
+            if outputs.is_empty() {
+                break;
+            }
+            for output in outputs {
+                self.perform(now, output);
+            }
+        }
+        let due = {
+            let desk = self.desk.lock();
+            let producer = desk.producer.as_ref().and_then(Producer::poll_timeout);
+            let consumer = desk.consumer.as_ref().and_then(Consumer::poll_timeout);
+            let owed = self
+                .inbound
+                .values()
+                .chain(self.outbound.values())
+                .filter_map(|connection| connection.owed_since)
+                .map(|since| since + PARTIAL_TIMEOUT)
+                .min();
+            [producer, consumer, owed].into_iter().flatten().min()
+        };
+        due.map(|due| due.since(clock::now()))
+    }
+
+    fn collect(&mut self, now: Time) -> Vec<Output> {
+        let mut outputs = Vec::new();
+        let mut desk = self.desk.lock();
+        if let Some(producer) = desk.producer.as_mut() {
+            if producer.poll_timeout().is_some_and(|due| due <= now) {
+                producer.handle_timeout(now);
+            }
+            while let Some(output) = producer.poll_output() {
+                outputs.push(Output::Producer(output));
+            }
+        }
+        if let Some(consumer) = desk.consumer.as_mut() {
+            if consumer.poll_timeout().is_some_and(|due| due <= now) {
+                consumer.handle_timeout(now);
+            }
+            while let Some(output) = consumer.poll_output() {
+                outputs.push(Output::Consumer(output));
+            }
+            for note in consumer.take_notes() {
+                if note.warning {
+                    tracing::warn!("{}", note.text);
+                } else {
+                    tracing::info!("{}", note.text);
+                }
+            }
+        }
+        drop(desk);
+        self.desk.changed.notify_all();
+        outputs
+    }
+
+    fn perform(&mut self, now: Time, output: Output) {
+        match output {
+            Output::Producer(ProducerOutput::Send(id, message)) => {
+                self.push(now, Key::Inbound(id), &message);
+            }
+            Output::Producer(ProducerOutput::Close(id)) => {
+                if let Some(connection) = self.inbound.get_mut(&id) {
+                    connection.closing = true;
+                    if !connection.wants_write() {
+                        self.inbound.remove(&id);
+                    }
+                }
+            }
+            Output::Consumer(ConsumerOutput::Send(peer, message)) => {
+                self.push(now, Key::Outbound(peer), &message);
+            }
+            Output::Consumer(ConsumerOutput::Close(peer)) => {
+                self.outbound.remove(&peer);
+            }
+            Output::Consumer(ConsumerOutput::Dial(peer, address)) => {
+                let started = dial::start(peer, address, self.dialed.clone(), Arc::clone(&self.waker));
+                if let Err(error) = started {
+                    // Taken up by the next turn like any other failed dial.
+                    let _ = self.dialed.send((peer, Err(error)));
+                    self.waker.wake();
+                }
+            }
+        }
+    }
+
+    fn push(&mut self, now: Time, key: Key, message: &Message) {
+        let Some(connection) = self.connection(key) else {
+            return;
+        };
+        // Only a peer that was accepted is sent a layout.
+        if matches!(message, Message::Accept(_)) {
+            connection.set_frame_limit(FRAME_BYTES_MAX);
+        }
+        let pushed = connection.push(message).and_then(|()| connection.flush());
+        if let Err(broken) = pushed {
+            self.close(now, key, &broken);
+        }
+    }
+
+    /// Waits for sockets, the waker or the timeout.
+    fn sleep(&self, timeout: Option<Duration>) -> Vec<Ready> {
+        let mut keys = Vec::with_capacity(self.inbound.len() + self.outbound.len());
+        let mut fds = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
+        if let Some(listener) = &self.listener {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+        }
+        let first = fds.len();
+        let inbound = self.inbound.iter().map(|(id, c)| (Key::Inbound(*id), c));
+        let outbound = self.outbound.iter().map(|(id, c)| (Key::Outbound(*id), c));
+        for (key, connection) in inbound.chain(outbound) {
+            let mut flags = PollFlags::IN;
+            if connection.wants_write() {
+                flags |= PollFlags::OUT;
+            }
+            keys.push(key);
+            fds.push(PollFd::new(&connection.stream, flags));
+        }
+        let timeout = timeout.map(clock::timespec);
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!("control plane: poll: {}", io::Error::from(error));
+                thread::sleep(Duration::from_millis(100));
+                return Vec::new();
+            }
+        }
+        let mut ready = Vec::new();
+        if self.listener.is_some() && !fds[1].revents().is_empty() {
+            ready.push(Ready::Listener);
+        }
+        for (fd, key) in fds[first..].iter().zip(keys) {
+            if !fd.revents().is_empty() {
+                ready.push(Ready::Connection(key));
+            }
+        }
+        ready
+    }
+
+    fn serve(&mut self, ready: Ready) {
+        match ready {
+            Ready::Listener => self.accept(),
+            Ready::Connection(key) => self.exchange(key),
+        }
+    }
+
+    fn accept(&mut self) {
+        let Some(listener) = &self.listener else {
+            return;
+        };
+        loop {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let stream = match accept_with(listener, flags) {
+                Ok(stream) => stream,
+                Err(Errno::AGAIN | Errno::CONNABORTED) => return,
+                Err(Errno::INTR) => continue,
+                Err(error) => {
+                    tracing::error!("control plane: accept: {}", io::Error::from(error));
+                    // Out of descriptors: the listener stays ready, so pause instead of spinning.
+                    thread::sleep(Duration::from_millis(100));
+                    return;
+                }
+            };
+            if self.inbound.len() >= INBOUND_MAX {
+                tracing::warn!("control plane: {INBOUND_MAX} peers are connected, one more is closed");
+                continue;
+            }
+            // Claims are small and waited for.
+            let _ = sockopt::set_tcp_nodelay(&stream, true);
+            let id = ConnectionId(self.next_inbound);
+            self.next_inbound += 1;
+            let mut connection = Connection::new(stream, Some(clock::now()));
+            connection.set_frame_limit(STRANGER_FRAME_BYTES_MAX);
+            self.inbound.insert(id, connection);
+            if let Some(producer) = self.desk.lock().producer.as_mut() {
+                producer.handle_connected(id);
+            }
+        }
+    }
+
+    fn exchange(&mut self, key: Key) {
+        let now = clock::now();
+        let Some(connection) = self.connection(key) else {
+            return;
+        };
+        if let Err(broken) = connection.flush() {
+            self.close(now, key, &broken);
+            return;
+        }
+        if connection.closing {
+            if !connection.wants_write() {
+                self.forget(key);
+            }
+            return;
+        }
+        let mut messages = Vec::new();
+        let received = connection.receive(now, &mut messages);
+        {
+            let mut desk = self.desk.lock();
+            for message in messages {
+                match key {
+                    Key::Inbound(id) => {
+                        if let Some(producer) = desk.producer.as_mut() {
+                            producer.handle_message(now, id, message);
+                        }
+                    }
+                    Key::Outbound(peer) => {
+                        if let Some(consumer) = desk.consumer.as_mut() {
+                            consumer.handle_message(now, peer, message);
+                        }
+                    }
+                }
+            }
+        }
+        if let Err(broken) = received {
+            self.close(now, key, &broken);
+        }
+    }
+
+    fn drop_overdue(&mut self, now: Time) {
+        let overdue = |connection: &Connection| {
+            connection
+                .owed_since
+                .is_some_and(|since| since + PARTIAL_TIMEOUT <= now)
+        };
+        let inbound = self.inbound.iter().filter(|(_, c)| overdue(c));
+        let outbound = self.outbound.iter().filter(|(_, c)| overdue(c));
+        let keys: Vec<Key> = inbound
+            .map(|(id, _)| Key::Inbound(*id))
+            .chain(outbound.map(|(id, _)| Key::Outbound(*id)))
+            .collect();
+        for key in keys {
+            let error = io::Error::new(io::ErrorKind::TimedOut, "the peer owes the rest of a frame");
+            self.close(now, key, &Broken::Io(error));
+        }
+    }
+
+    fn close(&mut self, now: Time, key: Key, broken: &Broken) {
+        self.forget(key);
+        let mut desk = self.desk.lock();
+        match key {
+            Key::Inbound(id) => {
+                if !matches!(broken, Broken::Closed) {
+                    tracing::warn!("control plane: a consumer's connection is closed: {broken}");
+                }
+                if let Some(producer) = desk.producer.as_mut() {
+                    producer.handle_closed(id);
+                }
+            }
+            Key::Outbound(peer) => {
+                if let Some(consumer) = desk.consumer.as_mut() {
+                    consumer.handle_closed(now, peer, &broken.to_string());
+                }
+            }
+        }
+    }
+
+    fn connection(&mut self, key: Key) -> Option<&mut Connection> {
+        match key {
+            Key::Inbound(id) => self.inbound.get_mut(&id),
+            Key::Outbound(peer) => self.outbound.get_mut(&peer),
+        }
+    }
+
+    fn forget(&mut self, key: Key) {
+        match key {
+            Key::Inbound(id) => self.inbound.remove(&id),
+            Key::Outbound(peer) => self.outbound.remove(&peer),
+        };
+    }
+
+    /// Peers that hear a goodbye need not find out by a broken connection.
+    fn say_goodbye(&mut self) {
+        for connection in self.inbound.values_mut().chain(self.outbound.values_mut()) {
+            // Going down: what does not fit in the socket is not worth waiting for.
+            let _ = connection.push(&Message::Bye).and_then(|()| connection.flush());
+        }
+    }
+}
+
+enum Output {
+    Producer(ProducerOutput),
+    Consumer(ConsumerOutput),
+}
+
+enum Ready {
+    Listener,
+    Connection(Key),
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,27 @@
+//! Moving KV bytes between ranks, and nothing about which bytes: plans come from
+//! [`hetero_kv_core::plan`].
+//!
+//! Plain operating system threads; no async runtime, no Python, no HTTP. Nothing starts at import:
+//! the reading side starts a thread per source when the first job for it comes, the holding side
+//! when it is told to serve. A forked child has none of these threads and gets a clear error.
+//!
+//! | transport | one-sided | fence | copies | needs |
+//! |---|---|---|---|---|
+//! | `process` | yes | reader reads the lease page after the data | 1 | same host, permission to read the other process |
+//! | `tcp` | no | holder checks the lease before and after it sends | socket | a route |
+//!
+//! What every transport promises is written at [`transport::Connection`] and proven by one
+//! conformance suite, which runs each transport against a holder in a process of its own.
+
+pub mod clock;
+pub mod control;
+pub mod error;
+pub mod lease_page;
+pub mod memory;
+pub mod process;
+pub mod reader;
+pub mod scheduler;
+pub mod tcp;
+pub mod transport;
+pub mod waker;
+pub mod worker;

@@ -1,0 +1,341 @@
+//! One reader's connection on the holding end.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use hetero_kv_core::wire::data::{
+    Attach, AttachRefusal, AttachRefused, Attached, FETCH_BYTES_MAX, FETCH_RUNS_MAX, Fetch,
+    FetchData, FetchEnd, FetchStatus,
+};
+use hetero_kv_core::wire::{FrameError, Kind, decode, encode};
+use rustix::event::PollFlags;
+
+use super::framing::{FrameReceiver, FrameSender, ReceiveError};
+use super::server::{HolderPlace, Shared};
+use super::socket;
+use crate::clock::{now, time_left};
+use crate::memory::{Span, SpanQueue};
+
+/// How a connection is to be met.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Terms {
+    /// As it should be.
+    Serve,
+    /// There are enough already.
+    Refuse {
+        /// How many are served at once.
+        most: usize,
+    },
+}
+
+/// Why a connection is over.
+#[derive(Debug, thiserror::Error)]
+enum End {
+    /// The reader closed it between frames, or this server stops.
+    #[error("closed")]
+    Closed,
+    /// The reader was refused.
+    #[error("refused: {0}")]
+    Refused(String),
+    /// The reader went away inside a fetch, or the network broke.
+    #[error("{0}")]
+    Lost(io::Error),
+    /// The reader sent something else than the protocol, or too slowly.
+    #[error("{0}")]
+    Broken(String),
+}
+
+impl From<FrameError> for End {
+    fn from(error: FrameError) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+/// Serves one reader until it leaves. Nothing that it sends ends more than this connection.
+pub(super) fn serve(stream: &OwnedFd, peer: SocketAddr, terms: Terms, shared: &Shared) {
+    let mut connection = Serving {
+        stream,
+        shared,
+        receiver: FrameReceiver::default(),
+        iovecs: Vec::new(),
+    };
+    let Err(end) = connection.run(terms);
+    let counters = &shared.counters;
+    match &end {
+        End::Closed => tracing::debug!(%peer, "reader left"),
+        End::Lost(error) => tracing::info!(%peer, %error, "reader lost"),
+        End::Refused(reason) => {
+            counters.refused.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(%peer, reason, "reader refused");
+        }
+        End::Broken(reason) => {
+            counters.broken.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(%peer, reason, "connection closed: not a reader of ours");
+        }
+    }
+}
+
+/// What never ends well: a connection always ends by an [`End`].
+enum Never {}
+
+struct Serving<'a> {
+    stream: &'a OwnedFd,
+    shared: &'a Shared,
+    receiver: FrameReceiver,
+    iovecs: Vec<libc::iovec>,
+}
+
+impl Serving<'_> {
+    fn run(&mut self, terms: Terms) -> Result<Never, End> {
+        let timeout = self.shared.options.frame_timeout;
+        let (kind, payload) = self.receive(Some(timeout))?;
+        if kind != Kind::Attach {
+            return Err(End::Broken(format!("{kind:?} came first")));
+        }
+        let attach: Attach = decode(kind, &payload)?;
+        if let Some(refused) = self.refusal(terms, &attach) {
+            let text = refused.text.clone();
+            self.send_frame(encode(Kind::AttachRefused, &refused)?)?;
+            return Err(End::Refused(text));
+        }
+        let regions = self.shared.memory.regions();
+        let region_bytes = regions.iter().map(|region| region.bytes).collect();
+        self.send_frame(encode(Kind::Attached, &Attached { region_bytes })?)?;
+        loop {
+            let (kind, payload) = self.receive(None)?;
+            if kind != Kind::Fetch {
+                return Err(End::Broken(format!("{kind:?} came instead of a fetch")));
+            }
+            let fetch: Fetch = decode(kind, &payload)?;
+            self.answer(&fetch)?;
+        }
+    }
+
+    fn refusal(&self, terms: Terms, attach: &Attach) -> Option<AttachRefused> {
+        let refused = |code, text| Some(AttachRefused { code, text });
+        if let Terms::Refuse { most } = terms {
+            let text = format!("{most} readers are served already, which is the limit");
+            return refused(AttachRefusal::Busy, text);
+        }
+        let place = self
+            .shared
+            .place
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        match place {
+            None => refused(
+                AttachRefusal::NotReady,
+                "this worker does not know its engine's incarnation yet".into(),
+            ),
+            Some(place) => {
+                let (code, text) = mismatch(&place, attach)?;
+                refused(code, text)
+            }
+        }
+    }
+
+    /// Answers one fetch.
+    fn answer(&mut self, fetch: &Fetch) -> Result<(), End> {
+        let (status, text) = match self.pieces(fetch) {
+            Err(text) => (FetchStatus::OutOfBounds, text),
+            Ok(_) if !self.shared.page.holds(fetch.lease()) => {
+                (FetchStatus::LeaseGone, self.gone(fetch, "before"))
+            }
+            Ok(pieces) => {
+                self.send_data(fetch, &pieces)?;
+                // The kernel has copied the bytes: what the lease covered until here was sent.
+                if self.shared.page.holds(fetch.lease()) {
+                    (FetchStatus::Ok, String::new())
+                } else {
+                    (FetchStatus::LeaseGone, self.gone(fetch, "after"))
+                }
+            }
+        };
+        let counters = &self.shared.counters;
+        counters.fetches.fetch_add(1, Ordering::Relaxed);
+        if status == FetchStatus::LeaseGone {
+            counters.leases_gone.fetch_add(1, Ordering::Relaxed);
+        }
+        let end = FetchEnd {
+            id: fetch.id,
+            status,
+            text,
+        };
+        self.send_frame(encode(Kind::FetchEnd, &end)?)
+    }
+
+    /// Where the fetch's runs lie, or why they lie nowhere.
+    fn pieces(&self, fetch: &Fetch) -> Result<Vec<Span>, String> {
+        if fetch.runs.len() > FETCH_RUNS_MAX {
+            return Err(format!(
+                "{} runs are over the limit of {FETCH_RUNS_MAX} in a fetch",
+                fetch.runs.len()
+            ));
+        }
+        let mut total_bytes = 0_u64;
+        let mut pieces = Vec::with_capacity(fetch.runs.len());
+        for run in &fetch.runs {
+            let piece = self
+                .shared
+                .memory
+                .span(run.0, run.1, run.2)
+                .map_err(|error| error.to_string())?;
+            total_bytes = total_bytes.saturating_add(run.2);
+            pieces.push(piece);
+        }
+        if total_bytes > FETCH_BYTES_MAX {
+            return Err(format!(
+                "{total_bytes} bytes are over the limit of {FETCH_BYTES_MAX} in a fetch"
+            ));
+        }
+        Ok(pieces)
+    }
+
+    fn gone(&self, fetch: &Fetch, when: &str) -> String {
+        let stands = match self.shared.page.epoch(fetch.slot) {
+            Some(epoch) => format!("is at epoch {}", epoch.0),
+            None => format!("is not on a page of {} slots", self.shared.page.slots()),
+        };
+        format!(
+            "slot {} {stands}, the lease was of epoch {} (seen {when} the bytes)",
+            fetch.slot, fetch.epoch.0
+        )
+    }
+
+    /// Sends the frame that announces the bytes, and the bytes, in as few calls as the socket
+    /// takes.
+    fn send_data(&mut self, fetch: &Fetch, pieces: &[Span]) -> Result<(), End> {
+        let bytes = pieces.iter().map(|piece| piece.bytes as u64).sum();
+        let frame = encode(
+            Kind::FetchData,
+            &FetchData {
+                id: fetch.id,
+                bytes,
+            },
+        )?;
+        let mut source = SpanQueue::with_capacity(pieces.len() + 1);
+        source.push(Span {
+            address: frame.as_ptr().expose_provenance(),
+            bytes: frame.len(),
+        });
+        for piece in pieces {
+            source.push(*piece);
+        }
+        while source.left_bytes() > 0 {
+            // SAFETY: the first piece is `frame`, alive until the end of this function; the others
+            // lie in the regions of `shared.memory` (checked by `pieces`), which stay mapped while
+            // this server runs. What the owner of the memory writes meanwhile makes the bytes
+            // worthless, which the lease check after them finds out.
+            let sent = unsafe { socket::send_from(self.stream, &mut source, &mut self.iovecs) };
+            match sent {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_for_room()?,
+                Err(error) => return Err(End::Lost(error)),
+            }
+        }
+        self.shared
+            .counters
+            .sent_bytes
+            .fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn send_frame(&self, frame: Vec<u8>) -> Result<(), End> {
+        let mut sender = FrameSender::default();
+        sender.push(frame);
+        loop {
+            sender.flush(self.stream).map_err(End::Lost)?;
+            if sender.is_empty() {
+                return Ok(());
+            }
+            self.wait_for_room()?;
+        }
+    }
+
+    /// Waits until the socket takes more.
+    fn wait_for_room(&self) -> Result<(), End> {
+        let timeout = self.shared.options.stall_timeout;
+        if self.wait(PollFlags::OUT, Some(timeout))? {
+            return Ok(());
+        }
+        Err(End::Broken(format!(
+            "the reader took no byte of its fetch for {timeout:?}"
+        )))
+    }
+
+    /// The next frame. It has to begin within `timeout`, when one is given, and each begun frame
+    /// has to be complete within the frame timeout.
+    fn receive(&mut self, timeout: Option<Duration>) -> Result<(Kind, Vec<u8>), End> {
+        let mut deadline = timeout.map(|timeout| now() + timeout);
+        loop {
+            match self.receiver.receive(self.stream) {
+                Ok(Some(frame)) => return Ok(frame),
+                Ok(None) => {}
+                Err(ReceiveError::Closed { mid_frame: false }) => return Err(End::Closed),
+                Err(ReceiveError::Socket(error)) => return Err(End::Lost(error)),
+                Err(error @ (ReceiveError::Closed { .. } | ReceiveError::Frame(_))) => {
+                    return Err(End::Broken(error.to_string()));
+                }
+            }
+            if self.receiver.mid_frame() && deadline.is_none() {
+                deadline = Some(now() + self.shared.options.frame_timeout);
+            }
+            if !self.wait(PollFlags::IN, deadline.map(time_left))? {
+                return Err(End::Broken("a frame did not come in time".into()));
+            }
+        }
+    }
+
+    /// Sleeps until the socket is ready; false after the timeout.
+    fn wait(&self, flags: PollFlags, timeout: Option<Duration>) -> Result<bool, End> {
+        let deadline = timeout.map(|timeout| now() + timeout);
+        loop {
+            let left = deadline.map(time_left);
+            let ready =
+                socket::wait_any(self.stream, flags, &self.shared.stop, left).map_err(End::Lost)?;
+            if ready.woken {
+                return Err(End::Closed);
+            }
+            if ready.socket {
+                return Ok(true);
+            }
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+/// The first field in which the rank that is dialled differs from the one that is here.
+fn mismatch(place: &HolderPlace, attach: &Attach) -> Option<(AttachRefusal, String)> {
+    let differs = |field: &str, here: String, asked: String| {
+        (here != asked).then(|| format!("{field} is {here} here, {asked} was dialled"))
+    };
+    let owner = &place.owner;
+    let engine = || {
+        let here = owner.engine.to_string();
+        let text = differs("engine", here, attach.engine.to_string())?;
+        Some((AttachRefusal::Engine, text))
+    };
+    let incarnation = || {
+        let here = owner.incarnation.to_string();
+        let text = differs("incarnation", here, attach.incarnation.to_string())?;
+        Some((AttachRefusal::Incarnation, text))
+    };
+    let rank = |field, here: u32, asked: u32| {
+        let text = differs(field, here.to_string(), asked.to_string())?;
+        Some((AttachRefusal::Rank, text))
+    };
+    engine()
+        .or_else(incarnation)
+        .or_else(|| rank("dp_rank", owner.dp_rank.0, attach.dp_rank.0))
+        .or_else(|| rank("tp_rank", place.tp_rank.0, attach.tp_rank.0))
+        .or_else(|| rank("pp_rank", place.pp_rank.0, attach.pp_rank.0))
+}

@@ -1,0 +1,407 @@
+//! The holding end: a listener, and a thread for each reader that sleeps while nothing is asked.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::ops::RangeInclusive;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use hetero_kv_core::ids::{PpRank, TpRank};
+use hetero_kv_core::plan::Owner;
+use hetero_kv_core::wire::card::TcpEndpoint;
+use rustix::event::PollFlags;
+
+use super::resolve::resolve;
+use super::serve::{self, Terms};
+use super::socket;
+use crate::lease_page::LeasePage;
+use crate::memory::LocalMemory;
+use crate::waker::Waker;
+
+/// Longest wait for the resolver when the listener starts.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Connections above the limit that are still told so; more are closed without a word.
+const REFUSALS_MAX: usize = 32;
+
+/// Pause after the system had no descriptor or memory for a new connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Which rank a server serves. Readers that expect another one are refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HolderPlace {
+    /// The engine and its start.
+    pub owner: Owner,
+    /// Tensor parallel rank.
+    pub tp_rank: TpRank,
+    /// Pipeline rank.
+    pub pp_rank: PpRank,
+}
+
+/// How a server listens and what it allows.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Address or name that readers dial, IPv6 without brackets; announced as it is.
+    pub host: String,
+    /// Address to bind instead of `host`, for networks where readers dial a translated address.
+    /// Only here an unspecified address (all interfaces) is taken.
+    pub bind_host: Option<String>,
+    /// Ports to try, in order; `None`: the system assigns one.
+    pub port_range: Option<RangeInclusive<u16>>,
+    /// How many ports of the range all workers of this host need; for the error that says so.
+    pub ports_needed: u32,
+    /// Most readers served at once.
+    pub connections_max: usize,
+    /// Longest time from connect to the reader's first frame, and for each begun frame to be
+    /// complete.
+    pub frame_timeout: Duration,
+    /// Longest time in which a reader takes none of the bytes it asked for.
+    pub stall_timeout: Duration,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            host: "127.0.0.1".into(),
+            bind_host: None,
+            port_range: None,
+            ports_needed: 1,
+            connections_max: 256,
+            frame_timeout: Duration::from_secs(10),
+            stall_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Why a server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// All interfaces were asked for by the advertised name, which no reader could dial.
+    #[error(
+        "{host} stands for all interfaces and cannot be dialled: advertise one address, and set \
+         the bind address apart if all are to be listened on"
+    )]
+    Unspecified {
+        /// The advertised host.
+        host: String,
+    },
+    /// The name or address is not one to listen on.
+    #[error("cannot listen on {host}: {error}")]
+    Listen {
+        /// Address tried.
+        host: String,
+        /// The system's answer.
+        error: io::Error,
+    },
+    /// Every port of the range is taken.
+    #[error(
+        "every port of {first}-{last} on {host} is taken: this host needs {needed}, one for each \
+         worker"
+    )]
+    PortRangeExhausted {
+        /// Address tried.
+        host: String,
+        /// First port of the range.
+        first: u16,
+        /// Last port of the range.
+        last: u16,
+        /// Ports that all workers of the host need.
+        needed: u32,
+    },
+    /// No thread or descriptor is left.
+    #[error("cannot start the data listener: {0}")]
+    Start(io::Error),
+}
+
+/// What a server has done, and serves at the moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServerStats {
+    /// Readers served at the moment.
+    pub connections: usize,
+    /// Connections taken since the start, refused ones included.
+    pub accepted: u64,
+    /// Connections refused with a reason.
+    pub refused: u64,
+    /// Connections closed because of bytes that are not the protocol, or that came too slowly.
+    pub broken: u64,
+    /// Fetches answered, of any outcome.
+    pub fetches: u64,
+    /// Fetches that ended with a lease gone.
+    pub leases_gone: u64,
+    /// KV bytes handed to the kernel.
+    pub sent_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) accepted: AtomicU64,
+    pub(super) refused: AtomicU64,
+    pub(super) broken: AtomicU64,
+    pub(super) fetches: AtomicU64,
+    pub(super) leases_gone: AtomicU64,
+    pub(super) sent_bytes: AtomicU64,
+}
+
+/// What the listener and the connections share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) memory: Arc<LocalMemory>,
+    pub(super) page: Arc<LeasePage>,
+    pub(super) place: RwLock<Option<HolderPlace>>,
+    /// Set once, never cleared: ends every thread.
+    pub(super) stop: Waker,
+    pub(super) counters: Counters,
+    pub(super) options: ServerOptions,
+    open: AtomicUsize,
+}
+
+/// The data listener of one rank. Dropping it ends every connection.
+#[derive(Debug)]
+pub struct DataServer {
+    shared: Arc<Shared>,
+    endpoint: TcpEndpoint,
+    listener: Mutex<Option<JoinHandle<()>>>,
+    pid: u32,
+}
+
+impl DataServer {
+    /// Binds, listens and starts to take readers. Until [`Self::serve_as`] has said which rank
+    /// this is, readers are told to try again.
+    pub fn start(
+        memory: Arc<LocalMemory>,
+        page: Arc<LeasePage>,
+        options: ServerOptions,
+    ) -> Result<Self, ServeError> {
+        let listener = bind(&options)?;
+        let port = listener.local_addr().map_err(ServeError::Start)?.port();
+        listener.set_nonblocking(true).map_err(ServeError::Start)?;
+        let endpoint = TcpEndpoint {
+            host: options.host.clone(),
+            port,
+        };
+        let shared = Arc::new(Shared {
+            memory,
+            page,
+            place: RwLock::new(None),
+            stop: Waker::new().map_err(ServeError::Start)?,
+            counters: Counters::default(),
+            options,
+            open: AtomicUsize::new(0),
+        });
+        let thread = {
+            let shared = Arc::clone(&shared);
+            thread::Builder::new()
+                .name("hkv-listen".into())
+                .spawn(move || listen(&listener, &shared))
+                .map_err(ServeError::Start)?
+        };
+        Ok(Self {
+            shared,
+            endpoint,
+            listener: Mutex::new(Some(thread)),
+            pid: std::process::id(),
+        })
+    }
+
+    /// What to announce: the advertised host and the port it got.
+    pub fn endpoint(&self) -> &TcpEndpoint {
+        &self.endpoint
+    }
+
+    /// Says which rank this is. A later call replaces it for connections that come later.
+    pub fn serve_as(&self, place: HolderPlace) {
+        *self
+            .shared
+            .place
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = Some(place);
+    }
+
+    /// What it has done and does.
+    pub fn stats(&self) -> ServerStats {
+        let counters = &self.shared.counters;
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ServerStats {
+            connections: self.shared.open.load(Ordering::Relaxed),
+            accepted: count(&counters.accepted),
+            refused: count(&counters.refused),
+            broken: count(&counters.broken),
+            fetches: count(&counters.fetches),
+            leases_gone: count(&counters.leases_gone),
+            sent_bytes: count(&counters.sent_bytes),
+        }
+    }
+
+    /// Ends every connection and the listener, and waits for their threads: afterwards nothing of
+    /// this server reads the memory it was given. In a forked child, which has none of the threads
+    /// and shares their stop signal with the parent, it does nothing.
+    pub fn shutdown(&self) {
+        if self.pid != std::process::id() {
+            return;
+        }
+        self.shared.stop.wake();
+        let thread = self
+            .listener
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::error!("the data listener's thread panicked");
+        }
+    }
+}
+
+impl Drop for DataServer {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+fn bind(options: &ServerOptions) -> Result<TcpListener, ServeError> {
+    let host = options.bind_host.as_ref().unwrap_or(&options.host);
+    let listen_error = |error| ServeError::Listen {
+        host: host.clone(),
+        error,
+    };
+    let addresses = resolve(host, 0, RESOLVE_TIMEOUT).map_err(listen_error)?;
+    if options.bind_host.is_none()
+        && addresses
+            .iter()
+            .any(|address| address.ip().is_unspecified())
+    {
+        return Err(ServeError::Unspecified { host: host.clone() });
+    }
+    let mut last_error = None;
+    for address in &addresses {
+        match bind_address(*address, options) {
+            Ok(Some(listener)) => return Ok(listener),
+            Ok(None) => {}
+            Err(error) => last_error = Some(error),
+        }
+    }
+    Err(match (last_error, &options.port_range) {
+        (Some(error), _) => listen_error(error),
+        (None, Some(range)) => ServeError::PortRangeExhausted {
+            host: host.clone(),
+            first: *range.start(),
+            last: *range.end(),
+            needed: options.ports_needed,
+        },
+        (None, None) => listen_error(io::ErrorKind::AddrInUse.into()),
+    })
+}
+
+/// Binds the first free port; `None` when every port is taken.
+fn bind_address(
+    mut address: SocketAddr,
+    options: &ServerOptions,
+) -> io::Result<Option<TcpListener>> {
+    for port in options.port_range.clone().unwrap_or(0..=0) {
+        address.set_port(port);
+        match TcpListener::bind(address) {
+            Ok(listener) => return Ok(Some(listener)),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// The listener's thread: takes connections until the server stops, then waits for all of them.
+fn listen(listener: &TcpListener, shared: &Arc<Shared>) {
+    let listening = match listener.try_clone() {
+        Ok(clone) => OwnedFd::from(clone),
+        Err(error) => {
+            tracing::error!(%error, "the data listener cannot start");
+            return;
+        }
+    };
+    let mut connections: Vec<JoinHandle<()>> = Vec::new();
+    loop {
+        match socket::wait_any(&listening, PollFlags::IN, &shared.stop, None) {
+            Ok(ready) if ready.woken => break,
+            Ok(_) => {}
+            Err(error) => {
+                tracing::error!(%error, "the data listener cannot poll");
+                break;
+            }
+        }
+        connections.retain(|connection| !connection.is_finished());
+        match listener.accept() {
+            Ok((stream, peer)) => {
+                if let Err(error) = take(stream.into(), peer, shared, &mut connections) {
+                    tracing::warn!(%peer, %error, "cannot serve a reader");
+                }
+            }
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock
+                        | io::ErrorKind::Interrupted
+                        | io::ErrorKind::ConnectionAborted
+                ) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a reader");
+                // The connection stays in the queue and the listener stays ready; without a pause
+                // this would spin until a descriptor is free.
+                thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
+    for connection in connections {
+        if connection.join().is_err() {
+            tracing::error!("a data connection's thread panicked");
+        }
+    }
+}
+
+fn take(
+    stream: OwnedFd,
+    peer: SocketAddr,
+    shared: &Arc<Shared>,
+    connections: &mut Vec<JoinHandle<()>>,
+) -> io::Result<()> {
+    shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
+    let most = shared.options.connections_max;
+    // Only this thread adds, so the count cannot pass the limit in between.
+    let open = shared.open.load(Ordering::Relaxed);
+    if open >= most + REFUSALS_MAX {
+        shared.counters.refused.fetch_add(1, Ordering::Relaxed);
+        return Err(io::Error::other("far more readers than are served at once"));
+    }
+    let terms = if open >= most {
+        Terms::Refuse { most }
+    } else {
+        Terms::Serve
+    };
+    rustix::io::ioctl_fionbio(&stream, true)?;
+    socket::set_options(&stream)?;
+    let open = OpenGuard::new(Arc::clone(shared));
+    connections.push(
+        thread::Builder::new()
+            .name("hkv-serve".into())
+            .spawn(move || serve::serve(&stream, peer, terms, &open.0))?,
+    );
+    Ok(())
+}
+
+/// Counts a connection for as long as it is served.
+struct OpenGuard(Arc<Shared>);
+
+impl OpenGuard {
+    fn new(shared: Arc<Shared>) -> Self {
+        shared.open.fetch_add(1, Ordering::Relaxed);
+        Self(shared)
+    }
+}
+
+impl Drop for OpenGuard {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}

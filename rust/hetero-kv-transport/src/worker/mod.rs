@@ -1,0 +1,561 @@
+//! The worker side of one rank: its lease page and data listener (producer), its reader
+//! (consumer), and what one step of vLLM asks of them.
+//!
+//! Called by vLLM's worker thread only. Nothing here waits for a peer: reads run in the reader's
+//! threads, and [`WorkerSide::take_results`] hands out what they have finished.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use hetero_kv_core::failure::{Failure, FailureReason};
+use hetero_kv_core::ids::{BlockId, DpRank, EngineId, LeaseRef, PpRank, TpRank, TransferId};
+use hetero_kv_core::layout::{KvHeads, RankCache};
+use hetero_kv_core::plan::{
+    BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes,
+};
+use hetero_kv_core::step::{LoadOrder, PeerId, StepOrders};
+use hetero_kv_core::time::Time;
+use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
+use hetero_kv_core::wire::message::Layout;
+
+use crate::clock;
+use crate::error::ReadFailureKind;
+use crate::lease_page::LeasePage;
+use crate::memory::{LocalMemory, MemoryError};
+use crate::process::ProcessHolder;
+use crate::reader::{JobDone, ReadJob, ReadPiece, Reader, ReaderOptions, ReaderStats};
+use crate::scheduler::Roles;
+use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
+use crate::transport::{Source, TransportName};
+
+/// Peers whose cards are kept; the oldest make room. The scheduler side keeps as many.
+const PEERS_KEPT_MAX: usize = hetero_kv_core::consumer::PEERS_MAX;
+
+/// This rank's place in its engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerPlace {
+    /// vLLM's engine id.
+    pub engine: EngineId,
+    /// vLLM's `data_parallel_index`.
+    pub dp_rank: DpRank,
+    /// Tensor parallel rank.
+    pub tp_rank: TpRank,
+    /// Tensor parallel size.
+    pub tp_size: u32,
+    /// Pipeline stage.
+    pub pp_rank: PpRank,
+    /// KV heads over all ranks.
+    pub heads: KvHeads,
+}
+
+/// Settings of the worker side.
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    /// Which sides to run.
+    pub roles: Roles,
+    /// The data listener.
+    pub server: ServerOptions,
+    /// The reader.
+    pub reader: ReaderOptions,
+    /// Whether other processes of this user may read this one's memory under Yama.
+    pub allow_ptracer: bool,
+    /// Slots of the lease page.
+    pub lease_slots: u32,
+    /// Whether the `process` endpoint is announced.
+    pub offer_process: bool,
+    /// Whether the `tcp` endpoint is announced.
+    pub offer_tcp: bool,
+}
+
+/// Why a worker side cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The cache's regions cannot be used.
+    #[error("KV cache: {0}")]
+    Memory(#[from] MemoryError),
+    /// The lease page or the process endpoint.
+    #[error("lease page: {0}")]
+    Page(io::Error),
+    /// The data listener.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// The reader.
+    #[error("reader: {0}")]
+    Reader(String),
+}
+
+/// What a step has finished, each id exactly once per rank.
+#[derive(Clone, Debug, Default)]
+pub struct StepResults {
+    /// For vLLM's `finished_sending`.
+    pub sent: Vec<String>,
+    /// For vLLM's `finished_recving`.
+    pub received: Vec<LoadReport>,
+}
+
+/// One load's end on this rank.
+#[derive(Clone, Debug)]
+pub struct LoadReport {
+    /// vLLM's internal id.
+    pub request_id: String,
+    /// `None` for a load that was never started.
+    pub transfer_id: Option<TransferId>,
+    /// The engine read; `None` for a load that was never started.
+    pub engine: Option<EngineId>,
+    /// `None`: every byte arrived and was proven right.
+    pub failure: Option<Failure>,
+    /// Whether the scheduler side ordered the failure, and has counted it.
+    pub ordered: bool,
+    /// Blocks that hold nothing usable when the load failed.
+    pub invalid_blocks: Vec<BlockId>,
+    /// Bytes that the plan moves.
+    pub planned_bytes: u64,
+    /// Bytes moved by source.
+    pub reads: Vec<SourceRead>,
+    /// From order to end.
+    pub elapsed: Duration,
+}
+
+/// Bytes read from one source rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceRead {
+    /// Data parallel rank of the source.
+    pub dp_rank: DpRank,
+    /// Tensor parallel rank of the source.
+    pub tp_rank: TpRank,
+    /// Bytes.
+    pub bytes: u64,
+    /// Transport that moved them.
+    pub transport: &'static str,
+}
+
+/// A moment's figures of the worker side.
+#[derive(Clone, Debug, Default)]
+pub struct WorkerFigures {
+    /// Of the reader.
+    pub reader: Option<ReaderStats>,
+    /// Of the data listener.
+    pub server: Option<ServerStats>,
+}
+
+/// See the module's text.
+pub struct WorkerSide {
+    place: WorkerPlace,
+    card: WorkerCard,
+    holder: Option<Holder>,
+    consumer: Option<ConsumerRank>,
+    results: StepResults,
+    pending: u32,
+}
+
+struct Holder {
+    page: Arc<LeasePage>,
+    server: Option<DataServer>,
+    /// Keeps the nonce that readers probe.
+    _process: Option<ProcessHolder>,
+    named: bool,
+}
+
+struct ConsumerRank {
+    reader: Reader,
+    peers: BTreeMap<PeerId, Layout>,
+    loads: BTreeMap<u64, Load>,
+    by_request: BTreeMap<String, u64>,
+    next_job: u64,
+}
+
+#[derive(Debug)]
+struct Load {
+    request_id: String,
+    transfer_id: TransferId,
+    engine: EngineId,
+    dest_blocks: Vec<BlockId>,
+    planned_bytes: u64,
+    /// Why it was cancelled, which says more than the reader can.
+    cancelled: Option<Failure>,
+}
+
+impl WorkerSide {
+    /// Starts what the roles need. Nothing is read or served before the first step.
+    ///
+    /// # Safety
+    /// The memory of `cache`'s regions stays mapped and in place until the returned value is
+    /// dropped, and no Rust reference ever covers it.
+    #[allow(unsafe_code)]
+    pub unsafe fn start(
+        place: WorkerPlace,
+        cache: RankCache,
+        options: WorkerOptions,
+    ) -> Result<Self, WorkerError> {
+        // SAFETY: the caller vouches for the regions, for longer than `memory` lives: it is owned
+        // by this value and by threads that end when it is dropped.
+        let memory = Arc::new(unsafe { LocalMemory::new(cache.regions().to_vec()) }?);
+        let mut endpoints = Endpoints::default();
+        let holder = if options.roles.producer {
+            let page =
+                Arc::new(LeasePage::new(options.lease_slots).map_err(WorkerError::Page)?);
+            let process = if options.offer_process {
+                let holder = crate::process::of_this_process(Arc::clone(&page), options.allow_ptracer)
+                    .map_err(WorkerError::Page)?;
+                endpoints.process = Some(holder.endpoint().clone());
+                Some(holder)
+            } else {
+                None
+            };
+            let server = if options.offer_tcp {
+                let server = DataServer::start(
+                    Arc::clone(&memory),
+                    Arc::clone(&page),
+                    options.server.clone(),
+                )?;
+                endpoints.tcp = Some(server.endpoint().clone());
+                Some(server)
+            } else {
+                None
+            };
+            Some(Holder {
+                page,
+                server,
+                _process: process,
+                named: false,
+            })
+        } else {
+            None
+        };
+        let consumer = if options.roles.consumer {
+            Some(ConsumerRank {
+                reader: Reader::start(Arc::clone(&memory), options.reader),
+                peers: BTreeMap::new(),
+                loads: BTreeMap::new(),
+                by_request: BTreeMap::new(),
+                next_job: 0,
+            })
+        } else {
+            None
+        };
+        let card = WorkerCard {
+            dp_rank: place.dp_rank,
+            tp_rank: place.tp_rank,
+            pp_rank: place.pp_rank,
+            cache,
+            endpoints,
+        };
+        Ok(Self {
+            place,
+            card,
+            holder,
+            consumer,
+            results: StepResults::default(),
+            pending: 0,
+        })
+    }
+
+    /// What this rank announces of itself.
+    pub fn card(&self) -> &WorkerCard {
+        &self.card
+    }
+
+    /// Carries out one step's orders.
+    pub fn step(&mut self, orders: StepOrders) {
+        self.pending = orders.pending;
+        if let (Some(holder), Some(incarnation)) = (self.holder.as_mut(), orders.incarnation) {
+            holder.name(HolderPlace {
+                owner: Owner {
+                    engine: self.place.engine.clone(),
+                    incarnation,
+                    dp_rank: self.place.dp_rank,
+                },
+                tp_rank: self.place.tp_rank,
+                pp_rank: self.place.pp_rank,
+            });
+        }
+        for release in orders.releases {
+            if let Some(holder) = &self.holder {
+                holder.end(release.lease);
+            }
+            self.results.sent.push(release.request_id);
+        }
+        for fail in orders.fails {
+            self.results.received.push(LoadReport {
+                request_id: fail.request_id,
+                transfer_id: None,
+                engine: None,
+                failure: Some(fail.failure),
+                ordered: true,
+                invalid_blocks: fail.dest_blocks,
+                planned_bytes: 0,
+                reads: Vec::new(),
+                elapsed: Duration::ZERO,
+            });
+        }
+        let Some(consumer) = self.consumer.as_mut() else {
+            return;
+        };
+        let now = clock::now();
+        for peer in orders.peers {
+            consumer.peers.insert(peer.peer, peer.layout);
+            while consumer.peers.len() > PEERS_KEPT_MAX {
+                consumer.peers.pop_first();
+            }
+        }
+        for load in orders.loads {
+            if let Err((load, failure)) = consumer.begin(&self.place, &self.card.cache, now, load) {
+                self.results.received.push(LoadReport {
+                    request_id: load.request_id,
+                    transfer_id: Some(load.transfer_id),
+                    engine: None,
+                    failure: Some(failure),
+                    ordered: false,
+                    invalid_blocks: load.dest_blocks,
+                    planned_bytes: 0,
+                    reads: Vec::new(),
+                    elapsed: Duration::ZERO,
+                });
+            }
+        }
+        for extension in orders.extensions {
+            if let Some(job) = consumer.by_request.get(&extension.request_id) {
+                let deadline = now + Duration::from_millis(extension.deadline_ms);
+                consumer.reader.extend(*job, deadline);
+            }
+        }
+        for cancel in orders.cancels {
+            if let Some(job) = consumer.by_request.get(&cancel.request_id) {
+                if let Some(load) = consumer.loads.get_mut(job) {
+                    load.cancelled.get_or_insert(cancel.failure);
+                }
+                consumer.reader.cancel(*job);
+            }
+        }
+    }
+
+    /// Waits on an empty step while something is pending, at most `timeout`; a finished read ends
+    /// the wait. The engine would otherwise take empty steps as fast as it can.
+    pub fn wait(&self, timeout: Duration) {
+        if self.pending == 0 || !self.results.sent.is_empty() || !self.results.received.is_empty()
+        {
+            return;
+        }
+        match &self.consumer {
+            Some(consumer) if !consumer.loads.is_empty() => {
+                consumer.reader.wait(timeout);
+            }
+            Some(_) | None => thread::sleep(timeout),
+        }
+    }
+
+    /// What has finished since the last call.
+    pub fn take_results(&mut self) -> StepResults {
+        if let Some(consumer) = self.consumer.as_mut() {
+            for done in consumer.reader.drain() {
+                if let Some(report) = consumer.end(done) {
+                    self.results.received.push(report);
+                }
+            }
+        }
+        std::mem::take(&mut self.results)
+    }
+
+    /// Figures for metrics.
+    pub fn figures(&self) -> WorkerFigures {
+        WorkerFigures {
+            reader: self.consumer.as_ref().map(|consumer| consumer.reader.stats()),
+            server: self
+                .holder
+                .as_ref()
+                .and_then(|holder| holder.server.as_ref())
+                .map(DataServer::stats),
+        }
+    }
+
+    /// Ends reads and serving; true when nothing can write this rank's memory any more.
+    pub fn shutdown(&mut self, timeout: Duration) -> bool {
+        self.holder = None;
+        let deadline = clock::now() + timeout;
+        match self.consumer.take() {
+            Some(consumer) => match consumer.reader.shutdown(deadline) {
+                Ok(()) => true,
+                Err(error) => {
+                    tracing::error!("{error}");
+                    false
+                }
+            },
+            None => true,
+        }
+    }
+}
+
+impl Holder {
+    fn name(&mut self, place: HolderPlace) {
+        if self.named {
+            return;
+        }
+        if let Some(server) = &self.server {
+            server.serve_as(place);
+        }
+        self.named = true;
+    }
+
+    /// Fences every later read of the lease. Runs before the report that frees its blocks.
+    fn end(&self, lease: LeaseRef) {
+        if let Err(error) = self.page.bump(lease.slot, lease.epoch.next()) {
+            // Slots are handed out below the page's size, which both sides take from one setting.
+            tracing::error!("lease page: {error}");
+        }
+    }
+}
+
+impl ConsumerRank {
+    fn begin(
+        &mut self,
+        place: &WorkerPlace,
+        cache: &RankCache,
+        now: Time,
+        order: LoadOrder,
+    ) -> Result<(), (LoadOrder, Failure)> {
+        let (job, load) = match self.plan(place, cache, now, &order) {
+            Ok(planned) => planned,
+            Err(failure) => return Err((order, failure)),
+        };
+        let id = job.id;
+        if let Err(error) = self.reader.submit(job) {
+            return Err((order, Failure::new(FailureReason::Transport, error.to_string())));
+        }
+        self.by_request.insert(order.request_id, id);
+        self.loads.insert(id, load);
+        Ok(())
+    }
+
+    fn plan(
+        &mut self,
+        place: &WorkerPlace,
+        cache: &RankCache,
+        now: Time,
+        order: &LoadOrder,
+    ) -> Result<(ReadJob, Load), Failure> {
+        let refuse = |text: String| Failure::new(FailureReason::Plan, text);
+        let layout = self
+            .peers
+            .get(&order.peer)
+            .ok_or_else(|| refuse("the peer's card is not known".into()))?;
+        if order.source_blocks.len() != order.dest_blocks.len() {
+            return Err(refuse("as many source as destination blocks are needed".into()));
+        }
+        let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
+            .map_err(|error| refuse(error.to_string()))?;
+        let chooser = SourceChooser::new(order.transfer_id);
+        let plan = pairing
+            .rank_plan(place.tp_rank, &chooser)
+            .map_err(|error| refuse(error.to_string()))?;
+        let blocks: Vec<BlockPair> = order
+            .source_blocks
+            .iter()
+            .zip(&order.dest_blocks)
+            .map(|(source, dest)| BlockPair {
+                source: *source,
+                dest: *dest,
+            })
+            .collect();
+        let stage: BTreeMap<TpRank, &WorkerCard> = layout
+            .workers
+            .iter()
+            .filter(|worker| worker.pp_rank == place.pp_rank)
+            .map(|worker| (worker.tp_rank, worker))
+            .collect();
+        let caches: Vec<(TpRank, &RankCache)> = stage
+            .iter()
+            .map(|(tp_rank, worker)| (*tp_rank, &worker.cache))
+            .collect();
+        let runs = expand(&plan, cache, &caches, &blocks)
+            .map_err(|error| refuse(error.to_string()))?;
+        let owner = Owner {
+            engine: layout.from.engine.clone(),
+            incarnation: layout.from.incarnation,
+            dp_rank: layout.from.dp_rank,
+        };
+        let mut pieces = Vec::new();
+        for (route, (tp_rank, runs)) in plan.routes(&owner, place.pp_rank).into_iter().zip(runs) {
+            let worker = stage
+                .get(&tp_rank)
+                .filter(|_| route.tp_rank() == tp_rank)
+                .ok_or_else(|| refuse(format!("no card of source tp_rank {tp_rank}")))?;
+            pieces.push(ReadPiece {
+                source: Arc::new(Source {
+                    route,
+                    endpoints: worker.endpoints.clone(),
+                    regions: worker.cache.regions().to_vec(),
+                }),
+                runs,
+            });
+        }
+        let id = self.next_job;
+        self.next_job += 1;
+        let load = Load {
+            request_id: order.request_id.clone(),
+            transfer_id: order.transfer_id,
+            engine: owner.engine,
+            dest_blocks: order.dest_blocks.clone(),
+            planned_bytes: planned_bytes(&plan, cache, blocks.len() as u64),
+            cancelled: None,
+        };
+        let job = ReadJob {
+            id,
+            lease: order.lease,
+            deadline: now + Duration::from_millis(order.deadline_ms),
+            pieces,
+        };
+        Ok((job, load))
+    }
+
+    fn end(&mut self, done: JobDone) -> Option<LoadReport> {
+        let load = self.loads.remove(&done.id)?;
+        self.by_request.remove(&load.request_id);
+        let failure = done.outcome.err().map(|failure| match load.cancelled {
+            Some(cancelled) => cancelled,
+            None => Failure::new(reason_of(failure.kind), failure.text),
+        });
+        let invalid_blocks = match failure {
+            Some(_) => load.dest_blocks,
+            None => Vec::new(),
+        };
+        Some(LoadReport {
+            request_id: load.request_id,
+            transfer_id: Some(load.transfer_id),
+            engine: Some(load.engine),
+            failure,
+            ordered: false,
+            invalid_blocks,
+            planned_bytes: load.planned_bytes,
+            reads: done
+                .reads
+                .into_iter()
+                .map(|read| SourceRead {
+                    dp_rank: read.route.dp_rank(),
+                    tp_rank: read.route.tp_rank(),
+                    bytes: read.bytes,
+                    transport: read.transport.map_or("none", TransportName::as_str),
+                })
+                .collect(),
+            elapsed: done.elapsed,
+        })
+    }
+}
+
+fn reason_of(kind: ReadFailureKind) -> FailureReason {
+    match kind {
+        ReadFailureKind::LeaseGone => FailureReason::Fenced,
+        ReadFailureKind::Deadline => FailureReason::LeaseExpired,
+        ReadFailureKind::Cancelled => FailureReason::Cancelled,
+        ReadFailureKind::PeerLost => FailureReason::PeerLost,
+        ReadFailureKind::Unreachable => FailureReason::Unreachable,
+        ReadFailureKind::Refused | ReadFailureKind::Incarnation => FailureReason::PairRefused,
+        ReadFailureKind::OutOfBounds => FailureReason::Plan,
+        ReadFailureKind::NotQuiesced | ReadFailureKind::Local => FailureReason::Transport,
+    }
+}
+
+#[cfg(test)]
+mod tests;

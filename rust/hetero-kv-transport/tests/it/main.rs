@@ -1,0 +1,13 @@
+//! One suite that each transport passes, against holders in processes of their own.
+
+mod buffer;
+mod cancel;
+mod exact;
+mod faults;
+mod holder;
+mod hygiene;
+mod leases;
+mod listener;
+mod relay;
+mod throughput;
+mod unquiesced;
