@@ -2,6 +2,15 @@
 
 from typing import final
 
+__all__ = [
+    "VERSION",
+    "Scheduler",
+    "Worker",
+    "failure_reasons",
+    "init_logging",
+    "prompt_digest",
+]
+
 VERSION: str
 
 def prompt_digest(token_ids: list[int], ingredients: list[tuple[str, bytes]]) -> str:
@@ -62,4 +71,3 @@ class Worker:
     def take_results(self) -> tuple[list[str], list[str]]: ...
     def figures(self) -> str: ...
     def shutdown(self, timeout_s: float) -> bool: ...
-

@@ -21,40 +21,48 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric(
-        "hetero_kv_bytes_read", "counter",
+        "hetero_kv_bytes_read",
+        "counter",
         "Decode: bytes of KV read from a prefill rank and proven right, over all ranks.",
         ("source_engine", "source_dp", "source_tp", "transport"),
     ),
     Metric(
-        "hetero_kv_bytes_planned", "counter",
+        "hetero_kv_bytes_planned",
+        "counter",
         "Decode: bytes that the plans of finished loads move; equals the bytes read.",
     ),
     Metric(
-        "hetero_kv_rank_loads", "counter",
+        "hetero_kv_rank_loads",
+        "counter",
         "Decode: loads finished without failure, counted per rank.",
     ),
     Metric(
-        "hetero_kv_load_failures", "counter",
+        "hetero_kv_load_failures",
+        "counter",
         "Decode: failed loads by reason and by the kv_transfer_params key or compatibility field "
         "at fault. Failures that every rank sees are counted once.",
         ("reason", "field"),
     ),
     Metric(
-        "hetero_kv_load_seconds", "histogram",
+        "hetero_kv_load_seconds",
+        "histogram",
         "Decode: seconds from the order to read to the last byte, per rank.",
         buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
     ),
     Metric("hetero_kv_claims_gone", "counter", "Decode: claims and renewals answered Gone."),
     Metric(
-        "hetero_kv_digest_mismatches", "counter",
+        "hetero_kv_digest_mismatches",
+        "counter",
         "Decode: requests whose prompt is not the one that was prefilled.",
     ),
     Metric(
-        "hetero_kv_reconnects", "counter",
+        "hetero_kv_reconnects",
+        "counter",
         "Decode: control connections made again to a prefill engine already paired with.",
     ),
     Metric(
-        "hetero_kv_unquiesced_loads", "gauge",
+        "hetero_kv_unquiesced_loads",
+        "gauge",
         "Decode: stopped loads whose blocks may still be written and are held back; not 0 for "
         "long is an incident.",
     ),
@@ -65,15 +73,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("hetero_kv_leases_alive", "gauge", "Prefill: prompts whose blocks are held."),
     Metric("hetero_kv_oldest_lease_seconds", "gauge", "Prefill: age of the oldest lease."),
     Metric(
-        "hetero_kv_offers_refused", "counter",
+        "hetero_kv_offers_refused",
+        "counter",
         "Prefill: finished prompts that could not be held (transfer id in use, no lease slot).",
     ),
     Metric(
-        "hetero_kv_peers_rejected", "counter",
+        "hetero_kv_peers_rejected",
+        "counter",
         "Prefill: handshakes refused (another engine meant, incompatible caches, wire version).",
     ),
     Metric(
-        "hetero_kv_free_blocks", "gauge",
+        "hetero_kv_free_blocks",
+        "gauge",
         "Blocks of vLLM's KV cache that are free, as its block pool says.",
     ),
 )

@@ -7,6 +7,7 @@ unit, and what happens at its bounds.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,100 +30,144 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
-        "host", "text", "",
+        "host",
+        "text",
+        "",
         "Host name or address that the other engines reach this one by. IPv6 without brackets. "
         "Empty: vLLM's own (`VLLM_HOST_IP`, else the first network address). The listeners bind "
-        "it and nothing else, unless `bind_host` is set.",
+        "it and nothing else, unless `bind_host` is set; no wildcard such as `0.0.0.0`.",
     ),
     Setting(
-        "bind_host", "text", "",
+        "bind_host",
+        "text",
+        "",
         "Address to bind instead of `host`, for networks where peers dial a translated address. "
         "Only here `0.0.0.0` and `::` are taken.",
     ),
     Setting(
-        "port_range", "ports", "",
+        "port_range",
+        "ports",
+        "",
         "`FIRST-LAST`: the control listener (one per engine) and the data listeners (one per "
         "rank) take the first free port of it. Empty: the system assigns ports.",
     ),
     Setting(
-        "transport", "choice", "auto",
+        "transport",
+        "choice",
+        "auto",
         "How KV is read. `auto` takes the best that both sides offer and that passes a probe: "
         "`process` (same host, `process_vm_readv`), else `tcp`.",
         choices=("auto", "process", "tcp"),
     ),
     Setting(
-        "allow_ptracer", "bool", False,
+        "allow_ptracer",
+        "bool",
+        False,
         "Lets processes of the same user read this one's memory where the Yama security module "
         "would forbid it (`prctl(PR_SET_PTRACER)`); the `process` transport needs it there.",
     ),
     Setting(
-        "require_kv", "bool", False,
+        "require_kv",
+        "bool",
+        False,
         "Decode: fail a request whose prompt is not the one that was prefilled, instead of "
         "computing its prompt here.",
     ),
     Setting(
-        "lease_s", "seconds", 30.0,
+        "lease_s",
+        "seconds",
+        30.0,
         "Prefill: how long blocks are held for a decode engine that has not claimed them, and "
         "what each claim and renewal grants. Covers the way through the router and decode's "
         "queue.",
-        0.5, 3600,
+        0.5,
+        3600,
     ),
     Setting(
-        "grace_ms", "ms", 500.0,
+        "grace_ms",
+        "ms",
+        500.0,
         "Prefill: time between the end of a lease and the release of its blocks, for reads that "
         "were under way.",
-        0, 60_000,
+        0,
+        60_000,
     ),
     Setting(
-        "margin_ms", "ms", 250.0,
+        "margin_ms",
+        "ms",
+        250.0,
         "Decode: taken off each granted time, so that reads stop before the holder's clock does. "
         "Below half of `lease_s`.",
-        0, 60_000,
+        0,
+        60_000,
     ),
     Setting(
-        "claim_timeout_s", "seconds", 10.0,
-        "Decode: from a request's arrival to the holder's answer, dialling and handshake "
-        "included.",
-        0.1, 600,
+        "claim_timeout_s",
+        "seconds",
+        10.0,
+        "Decode: from a request's arrival to the holder's answer, dialling and handshake included.",
+        0.1,
+        600,
     ),
     Setting(
-        "load_timeout_s", "seconds", 30.0,
+        "load_timeout_s",
+        "seconds",
+        30.0,
         "Decode: from the first read of a request to its last byte.",
-        0.1, 3600,
+        0.1,
+        3600,
     ),
     Setting(
-        "sibling_linger_ms", "ms", 100.0,
+        "sibling_linger_ms",
+        "ms",
+        100.0,
         "Decode: how long a transfer waits for another request of the same prompt (`n > 1`) "
         "after its last one is done, before the holder is told to free its blocks.",
-        0, 10_000,
+        0,
+        10_000,
     ),
     Setting(
-        "heartbeat_s", "seconds", 5.0,
+        "heartbeat_s",
+        "seconds",
+        5.0,
         "Decode: between heartbeats on a quiet control connection.",
-        0.1, 300,
+        0.1,
+        300,
     ),
     Setting(
-        "peer_silence_s", "seconds", 15.0,
+        "peer_silence_s",
+        "seconds",
+        15.0,
         "Decode: silence after which a prefill engine counts as lost although its connection "
         "stands; at least three heartbeats.",
-        0.3, 3600,
+        0.3,
+        3600,
     ),
     Setting(
-        "quiesce_timeout_s", "seconds", 30.0,
+        "quiesce_timeout_s",
+        "seconds",
+        30.0,
         "Decode: how long a stopped read may take until nothing can write its blocks. Beyond it "
         "the blocks stay held and an error says so.",
-        0.1, 3600,
+        0.1,
+        3600,
     ),
     Setting(
-        "empty_step_wait_ms", "ms", 5.0,
+        "empty_step_wait_ms",
+        "ms",
+        5.0,
         "How long a step of the engine without any tokens waits for a read or a release, instead "
         "of spinning. 0: never. Not used with lock-step data parallelism.",
-        0, 100,
+        0,
+        100,
     ),
     Setting(
-        "lease_slots", "int", 16_384,
+        "lease_slots",
+        "int",
+        16_384,
         "Prefill: most prompts held at once; must be equal on all ranks of an engine.",
-        1, 1_048_576,
+        1,
+        1_048_576,
     ),
 )
 
@@ -159,16 +204,19 @@ class Settings:
                 self._values[setting.name] = _parse(setting, value)
             except ValueError as error:
                 faults.append(f"{setting.name}: {error}, not {_shown(value)}")
-        if not faults:
-            faults += self._cross_faults()
+        faults += self._cross_faults()
         if faults:
             raise SettingsError(faults)
 
     def _cross_faults(self) -> list[str]:
         faults = []
-        if self["peer_silence_s"] < 3 * self["heartbeat_s"]:
+        known = self._values.keys()
+        if (
+            known >= {"peer_silence_s", "heartbeat_s"}
+            and self["peer_silence_s"] < 3 * self["heartbeat_s"]
+        ):
             faults.append("peer_silence_s: must be at least three times heartbeat_s")
-        if self["margin_ms"] / 1e3 >= self["lease_s"] / 2:
+        if known >= {"margin_ms", "lease_s"} and self["margin_ms"] / 1e3 >= self["lease_s"] / 2:
             faults.append("margin_ms: must be below half of lease_s")
         return faults
 
@@ -187,7 +235,7 @@ def _parse(setting: Setting, value: Any) -> Any:
     if setting.kind == "bool":
         return _parse_bool(value)
     if setting.kind == "text":
-        return _parse_host(value)
+        return _parse_host(value, wildcard=setting.name == "bind_host")
     if setting.kind == "ports":
         return _parse_ports(value)
     if setting.kind == "choice":
@@ -212,7 +260,7 @@ def _parse_number(setting: Setting, value: Any) -> float | int:
         raise ValueError(wanted)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(wanted) from None
     if not setting.low <= number <= setting.high:
         raise ValueError(wanted)
@@ -223,17 +271,21 @@ def _parse_number(setting: Setting, value: Any) -> float | int:
     return number
 
 
-def _parse_host(value: Any) -> str:
+def _parse_host(value: Any, wildcard: bool) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a host name or address")
     text = value.strip()
-    if len(text) > 253 or any(c.isspace() or c in "[]/" for c in text):
-        raise ValueError("must be a host name or address without port or brackets")
-    if ":" in text:
-        try:
-            ipaddress.ip_address(text)
-        except ValueError:
-            raise ValueError("must be a host name or address without port or brackets") from None
+    wanted = "must be a host name or address without port or brackets"
+    if len(text) > 253 or any(not c.isprintable() or c.isspace() or c in "[]/" for c in text):
+        raise ValueError(wanted)
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        if ":" in text:
+            raise ValueError(wanted) from None
+        return text
+    if address.is_unspecified and not wildcard:
+        raise ValueError("must be an address that peers can dial (bind_host may be a wildcard)")
     return text
 
 
@@ -241,13 +293,14 @@ def _parse_ports(value: Any) -> tuple[int, int] | None:
     if value in ("", None):
         return None
     wanted = "must be FIRST-LAST with 1 <= FIRST <= LAST <= 65535"
-    if not isinstance(value, str | int) or isinstance(value, bool):
+    found = (
+        re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", value, re.ASCII)
+        if (isinstance(value, str))
+        else None
+    )
+    if found is None:
         raise ValueError(wanted)
-    first, _, last = str(value).partition("-")
-    try:
-        ports = int(first), int(last or first)
-    except ValueError:
-        raise ValueError(wanted) from None
+    ports = int(found[1]), int(found[2])
     if not 1 <= ports[0] <= ports[1] <= 65_535:
         raise ValueError(wanted)
     return ports

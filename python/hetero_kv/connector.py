@@ -82,9 +82,7 @@ class HeteroKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -107,6 +105,9 @@ class HeteroKVConnector(KVConnectorBase_V1, SupportsHMA):
         # True would mean "wait instead of preempting" and stall running requests behind a slow
         # reader. An engine with delayed frees keeps stepping without it.
         return False
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler_side.reset_cache()
 
     # === worker side ===
 
@@ -158,10 +159,10 @@ class HeteroKVConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> HeteroKVStats | None:
-        return HeteroKVStats(data=data) if data is not None else HeteroKVStats()
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeteroKVStats | None:
+        # A copy: vLLM adds later reports to what it gets, and others hold `data` too.
+        stats = HeteroKVStats()
+        return stats.aggregate(HeteroKVStats(data=data)) if data else stats
 
     @classmethod
     def build_prom_metrics(

@@ -23,7 +23,8 @@ class EngineError(ValueError):
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__("hetero_kv cannot serve this engine:" + "".join(f"\n  - {f}" for f in faults))
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        super().__init__(f"hetero_kv cannot serve this engine:{lines}")
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
             f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; pipeline stages are "
             "not available in this version"
         )
-    context = getattr(parallel, "decode_context_parallel_size", 1)
-    if context != 1:
-        faults.append(
-            f"--decode-context-parallel-size is {context}; only 1 is available in this version"
-        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            flag = name.replace("_", "-")
+            faults.append(f"--{flag} is {size}; only 1 is available in this version")
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)

@@ -34,9 +34,14 @@ class FlipSource:
         """A request whose KV will be handed off."""
         self._prompts[request.request_id] = request.num_prompt_tokens
 
+    def discard(self, request_id: str) -> None:
+        """The request has ended."""
+        self._prompts.pop(request_id, None)
+
     def blocks(self, scheduler_output: Any, kv_cache_manager: Any) -> list[int]:
         """Blocks to flip after this step's forward pass, each prompt's once."""
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        new = scheduler_output.scheduled_new_reqs
+        computed = {request.req_id: request.num_computed_tokens for request in new}
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         flipped: list[int] = []

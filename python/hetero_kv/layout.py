@@ -1,8 +1,8 @@
 """Reads what vLLM registered, KV cache tensors and configuration, into plain numbers and fields.
 
 The planner never sees a tensor: it gets regions by address and length, and for each layer the true
-strides of its blocks and heads (RFC #42082: vLLM's per-layer view is always ``[B, H, N, C]``, block,
-head, token, content, whatever its order in memory is).
+strides of its blocks and heads (RFC #42082: vLLM's per-layer view is always ``[B, H, N, C]``,
+block, head, token, content, whatever its order in memory is).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Cache:
     dtype: str
 
 
-def read_cache(
-    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, opaque_pages: bool
-) -> Cache:
+def read_cache(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, opaque_pages: bool) -> Cache:
     """Describes the tensors of ``register_kv_caches``.
 
     Each is ``[B, H, N, C]`` or, for one latent head, ``[B, N, C]``; ``B`` must be ``num_blocks``.

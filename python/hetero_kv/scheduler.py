@@ -17,10 +17,12 @@ from hetero_kv.engine import Engine, default_host
 from hetero_kv.fault import FLIP_SOURCE, FlipSource, fault
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata
 from hetero_kv.stats import HeteroKVStats
+from hetero_kv.trace import Trace
 
 logger = logging.getLogger("vllm.hetero_kv")
 
 Result = TypeVar("Result")
+Fallback = TypeVar("Fallback")
 
 # Figures of the core that are metrics under another name.
 COUNTERS = {
@@ -40,18 +42,21 @@ GAUGES = {
 }
 
 
-def never_raises(fallback: Result) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+def never_raises(
+    fallback: Fallback,
+) -> Callable[[Callable[..., Result]], Callable[..., Result | Fallback]]:
     """An exception in a scheduler hook ends the engine for every request; the request it was about
     is not worth that. ``fallback`` is the answer that makes vLLM compute by itself."""
 
-    def wrap(hook: Callable[..., Result]) -> Callable[..., Result]:
+    def wrap(hook: Callable[..., Result]) -> Callable[..., Result | Fallback]:
         @functools.wraps(hook)
-        def guarded(*args: Any, **kwargs: Any) -> Result:
+        def guarded(*args: Any, **kwargs: Any) -> Result | Fallback:
             try:
                 return hook(*args, **kwargs)
             except Exception:
-                logger.exception("hetero_kv: %s failed; the request goes on without KV transfer",
-                                 hook.__name__)
+                logger.exception(
+                    "hetero_kv: %s failed; the request goes on without KV transfer", hook.__name__
+                )
                 return fallback
 
         return guarded
@@ -71,6 +76,7 @@ class SchedulerConnector:
         self._failed: set[str] = set()
         self._failures: dict[tuple[str, str], int] = {}
         self._reported: dict[Any, float] = {}
+        self._trace = Trace()
         self._flip = FlipSource() if fault() == FLIP_SOURCE else None
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -96,7 +102,9 @@ class SchedulerConnector:
         if self._core.port is not None:
             logger.info(
                 "hetero_kv: engine %s hands KV off, control listener %s port %d",
-                self._engine.engine_id, options["settings"]["host"], self._core.port,
+                self._engine.engine_id,
+                options["settings"]["host"],
+                self._core.port,
             )
 
     # === hooks ===
@@ -107,14 +115,29 @@ class SchedulerConnector:
         params = request.kv_transfer_params
         if not params or self._core is None:
             return
+        if not isinstance(params, dict):
+            # `vllm_xargs` lets a client put anything here, and right after this hook vLLM calls
+            # `.get` on it, which would end the engine.
+            request.kv_transfer_params = None
+            logger.warning(
+                "hetero_kv: request %s: kv_transfer_params are %s and not an object; its prompt is "
+                "computed here",
+                request.request_id,
+                type(params).__name__,
+            )
+            self._count_failure("bad_params", "*")
+            return
         if params.get("do_remote_decode") and self._flip is not None:
             self._flip.add(request)
-        if not params.get("do_remote_prefill"):
+        if not params.get("do_remote_prefill") or getattr(request, "abort_immediately", False):
+            # A request that the API server rejected comes with a prompt that is not its own, only
+            # to be finished: `request_finished` gives its lease back.
             return
         if not self._engine.consumer:
             logger.warning(
                 "hetero_kv: request %s was prefilled elsewhere, but this engine takes no KV over "
-                "(kv_role); its prompt is computed here", request.request_id,
+                "(kv_role); its prompt is computed here",
+                request.request_id,
             )
             self._count_failure("bad_params", "kv_role")
             return
@@ -138,13 +161,15 @@ class SchedulerConnector:
         return tokens, tokens > 0
 
     @never_raises(None)
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; called a second time, with 0, after the load."""
         if self._core is None or request.request_id not in self._known:
             return
         self._core.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        if num_external_tokens:
+            self._trace.write(
+                "allocated", req_id=request.request_id, external_tokens=num_external_tokens
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> HeteroKVMetadata:
         """Orders of this step, for every worker."""
@@ -181,12 +206,15 @@ class SchedulerConnector:
         params = request.kv_transfer_params
         if not params or self._core is None:
             return False, None
-        if params.get("do_remote_decode"):
-            return self._prefilled(request, block_ids)
+        if self._flip is not None:
+            self._flip.discard(request.request_id)
         if request.request_id in self._known:
             self._known.discard(request.request_id)
             self._core.finished(request.request_id)
-        elif params.get("do_remote_prefill") and self._engine.consumer:
+            return False, None
+        if params.get("do_remote_decode"):
+            return self._prefilled(request, block_ids)
+        if params.get("do_remote_prefill") and self._engine.consumer:
             # Rejected or aborted in front of the scheduler, under an id it never saw.
             self._core.rejected(_to_json(params))
         return False, None
@@ -204,7 +232,8 @@ class SchedulerConnector:
         if not self._engine.producer:
             logger.warning(
                 "hetero_kv: request %s is to be decoded elsewhere, but this engine hands no KV "
-                "off (kv_role)", request.request_id,
+                "off (kv_role)",
+                request.request_id,
             )
             return False, None
         blocks = -(-tokens // self._engine.block_size)
@@ -218,10 +247,17 @@ class SchedulerConnector:
             tokens,
         )
         if answer is None:
-            logger.warning("hetero_kv: request %s: its KV is not held: %s",
-                           request.request_id, refused)
+            logger.warning(
+                "hetero_kv: request %s: its KV is not held: %s", request.request_id, refused
+            )
             return False, None
         return True, json.loads(answer)
+
+    def reset_cache(self) -> bool:
+        """The weights changed, or somebody asked: KV held for others is of the past."""
+        if self._core is not None:
+            self._core.revoke_leases()
+        return True
 
     # === statistics ===
 
@@ -289,11 +325,14 @@ def _ingredients(request: Any) -> list[tuple[str, bytes]]:
         parts.append(("cache_salt", str(request.cache_salt).encode()))
     for feature in request.mm_features or ():
         place = feature.mm_position
-        parts.append(
-            ("mm_hash", f"{feature.identifier}@{place.offset}+{place.length}".encode())
-        )
+        parts.append(("mm_hash", f"{feature.identifier}@{place.offset}+{place.length}".encode()))
+    if request.prompt_is_token_ids is not None:
+        # Which positions of a mixed prompt the embeddings stand for.
+        parts.append(("prompt_is_token_ids", bytes(map(bool, request.prompt_is_token_ids))))
     if request.prompt_embeds is not None:
-        data = request.prompt_embeds.detach().cpu().contiguous()
-        digest = hashlib.sha256(data.view(-1).numpy().tobytes()).digest()
-        parts.append(("prompt_embeds", digest))
+        import torch
+
+        # As bytes: numpy has no bfloat16.
+        data = request.prompt_embeds.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        parts.append(("prompt_embeds", hashlib.sha256(data.numpy().tobytes()).digest()))
     return parts

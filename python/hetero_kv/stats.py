@@ -8,7 +8,7 @@ vLLM adds them up over ranks and hands them to :class:`HeteroKVPromMetrics` in t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -31,6 +31,8 @@ def key(metric: str, *labels: str) -> Key:
 @dataclass
 class HeteroKVStats(KVConnectorStats):
     """``counters`` add up, ``gauges`` replace, ``observations`` append."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -84,11 +86,8 @@ class HeteroKVStats(KVConnectorStats):
         return out
 
     def _sum(self, metric: str) -> float:
-        return sum(
-            amount
-            for series, amount in self.data["counters"].items()
-            if json.loads(series)[0] == metric
-        )
+        counters: dict[Key, float] = self.data["counters"]
+        return sum(v for series, v in counters.items() if json.loads(series)[0] == metric)
 
 
 class HeteroKVPromMetrics(KVConnectorPromMetrics):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from typing import Any
 
 from hetero_kv import _core
@@ -14,6 +13,7 @@ from hetero_kv.fault import flip
 from hetero_kv.layout import OPAQUE_PAGES, Cache, compat_fields, read_cache
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata, HeteroKVWorkerMeta
 from hetero_kv.stats import HeteroKVStats
+from hetero_kv.trace import Trace
 
 logger = logging.getLogger("vllm.hetero_kv")
 
@@ -40,7 +40,7 @@ class WorkerConnector:
         self._failed: dict[str, tuple[str, str, bool]] = {}
         self._stats = HeteroKVStats()
         self._unquiesced = 0
-        self._trace_path = os.environ.get("HETERO_KV_TRACE")
+        self._trace = Trace()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Describes the cache and starts the rank's side. An engine cannot start without it."""
@@ -65,9 +65,7 @@ class WorkerConnector:
         page_format = "+".join(sorted(backends)) or "unknown"
         self._handshake = HeteroKVHandshake(
             card=self._core.card(),
-            fields=compat_fields(
-                self._vllm_config, self._engine.block_size, cache, page_format
-            ),
+            fields=compat_fields(self._vllm_config, self._engine.block_size, cache, page_format),
         )
 
     def get_handshake_metadata(self) -> HeteroKVHandshake | None:
@@ -106,8 +104,12 @@ class WorkerConnector:
         if report["reason"] is None:
             for source in report["sources"]:
                 self._stats.count(
-                    "hetero_kv_bytes_read", source["bytes"], report["engine"],
-                    str(source["dp"]), str(source["tp"]), source["transport"],
+                    "hetero_kv_bytes_read",
+                    source["bytes"],
+                    report["engine"],
+                    str(source["dp"]),
+                    str(source["tp"]),
+                    source["transport"],
                 )
             self._stats.count("hetero_kv_bytes_planned", report["planned_bytes"])
             self._stats.count("hetero_kv_rank_loads", 1)
@@ -115,31 +117,35 @@ class WorkerConnector:
         else:
             self._invalid_blocks.update(report["invalid_blocks"])
             self._failed[report["request_id"]] = (
-                report["reason"], report["field"], report["ordered"],
+                report["reason"],
+                report["field"],
+                report["ordered"],
             )
-            logger.warning("hetero_kv: request %s: load failed on tp rank %d: %s: %s",
-                           report["request_id"], self._tp_rank, report["reason"], report["text"])
-        if self._trace_path:
-            self._trace(report, moved)
+            logger.warning(
+                "hetero_kv: request %s: load failed on tp rank %d: %s: %s",
+                report["request_id"],
+                self._tp_rank,
+                report["reason"],
+                report["text"],
+            )
+        if self._trace:
+            self._write_trace(report, moved)
 
-    def _trace(self, report: dict[str, Any], moved: int) -> None:
-        line = {
-            "event": "load",
-            "req_id": report["request_id"],
-            "transfer_id": report["transfer_id"],
-            "engine": report["engine"],
-            "reader_engine": self._engine.engine_id,
-            "dp_rank": self._engine.dp_rank,
-            "tp_rank": self._tp_rank,
-            "bytes": moved,
-            "planned_bytes": report["planned_bytes"],
-            "sources": report["sources"],
-            "ms": report["ms"],
-            "outcome": report["reason"] or "ok",
-        }
-        assert self._trace_path is not None
-        with open(self._trace_path, "a", encoding="utf-8") as trace:
-            trace.write(json.dumps(line) + "\n")
+    def _write_trace(self, report: dict[str, Any], moved: int) -> None:
+        self._trace.write(
+            "load",
+            req_id=report["request_id"],
+            transfer_id=report["transfer_id"],
+            engine=report["engine"],
+            reader_engine=self._engine.engine_id,
+            dp_rank=self._engine.dp_rank,
+            tp_rank=self._tp_rank,
+            bytes=moved,
+            planned_bytes=report["planned_bytes"],
+            sources=report["sources"],
+            ms=report["ms"],
+            outcome=report["reason"] or "ok",
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads, in the same step as their request's id."""
@@ -157,7 +163,9 @@ class WorkerConnector:
         """Changes since the last call."""
         if self._core is not None and self._engine.consumer:
             unquiesced = json.loads(self._core.figures()).get("unquiesced", 0)
-            if unquiesced != self._unquiesced:
+            # The engine's gauge is the sum over its ranks in one step, so a rank that is not at 0
+            # reports in every step, whether it changed or not.
+            if unquiesced or self._unquiesced:
                 self._unquiesced = unquiesced
                 self._stats.gauge("hetero_kv_unquiesced_loads", unquiesced)
         if self._stats.is_empty():
@@ -169,5 +177,7 @@ class WorkerConnector:
         """Ends reads and serving while the cache is still mapped."""
         if self._core is not None:
             if not self._core.shutdown(SHUTDOWN_TIMEOUT_S):
-                logger.error("hetero_kv: reads could not be stopped within %s s", SHUTDOWN_TIMEOUT_S)
+                logger.error(
+                    "hetero_kv: reads could not be stopped within %s s", SHUTDOWN_TIMEOUT_S
+                )
             self._core = None

@@ -36,8 +36,8 @@ KV_ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer"
 PORTS = range(15_000, 32_000)
 HEALTH_TIMEOUT_S = 2.0
 POLL_INTERVAL_S = 0.5
-# Loaded two-core machines were seen to take 210 s for a start that takes 45 s on a quiet one.
-READY_DEADLINE_S = 420.0
+# Two loaded cores were seen to take 210 s for engines that are ready after 75 s on two quiet ones.
+READY_DEADLINE_S = 600.0
 
 # Stages of a start in order, each by a line of vLLM's log.
 STAGES = (

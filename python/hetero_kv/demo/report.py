@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from hetero_kv.demo.client import Answer
 from hetero_kv.demo.prompts import Prompt
-from hetero_kv.demo.witness import LOADED, Counters, Held, Load, Planner, loads_of
+from hetero_kv.demo.witness import LOADED, Counters, Held, Load, Planner, Trace, trace_of
 
 # Two of the prompts that move bytes may give the same tokens from flipped KV: a random model may
 # be certain of its next tokens whatever it has read.
@@ -31,7 +31,7 @@ class Row:
     moved_bytes: int
     planned_bytes: int
     external_tokens: int
-    computed_tokens: int | None
+    computed_tokens: int
     decode_dp: int | None
     # ``dpD.tpT`` of each prefill rank read from, with its bytes.
     sources: Mapping[str, int]
@@ -57,12 +57,13 @@ def make_row(
     prompt: Prompt,
     answer: Answer,
     expected: Sequence[int],
-    trace: Sequence[Load],
+    trace: Trace,
     planner: Planner,
     decode_tp: int,
 ) -> Row:
     """Brings together what the client, the trace and the planner say of one request."""
-    loads = loads_of(trace, answer.request_id)
+    own = trace_of(trace, answer.request_id)
+    loads = own.loads
     # The last prompt token is computed on the decode side, so a prompt of one token moves nothing.
     external = len(prompt) - 1
     planned = 0
@@ -91,9 +92,8 @@ def make_row(
     for load in loads:
         for dp, tp, moved in load.sources:
             sources[f"dp{dp}.tp{tp}"] += moved
-    computed = None
-    if answer.cached_tokens is not None:
-        computed = answer.prompt_tokens - answer.cached_tokens
+    # vLLM's answer repeats what prefill had cached, so its usage cannot tell what decode computed.
+    taken = sum(event.external_tokens for event in own.allocations)
     return Row(
         request_id=answer.request_id,
         prompt_tokens=len(prompt),
@@ -102,7 +102,7 @@ def make_row(
         moved_bytes=sum(load.moved_bytes for load in loads),
         planned_bytes=planned,
         external_tokens=external,
-        computed_tokens=computed,
+        computed_tokens=len(prompt) - taken,
         decode_dp=loads[0].dp_rank if loads else None,
         sources=dict(sorted(sources.items())),
         load_ms=max((load.load_ms for load in loads), default=None),
@@ -196,7 +196,7 @@ def _check_bytes(rows: Sequence[Row], counters: Counters) -> list[Check]:
 
 def _check_tokens(rows: Sequence[Row], counters: Counters) -> list[Check]:
     external = sum(row.external_tokens for row in rows)
-    one_each = all(row.computed_tokens in (1, None) for row in rows)
+    one_each = all(row.computed_tokens == 1 for row in rows)
     return [
         Check(
             "tokens from KV",
@@ -292,7 +292,7 @@ def table(rows: Sequence[Row], flipped: Sequence[Row] | None) -> list[str]:
             "yes" if row.equal else "NO",
             str(row.moved_bytes),
             str(row.planned_bytes),
-            "-" if row.computed_tokens is None else str(row.computed_tokens),
+            str(row.computed_tokens),
             " ".join(row.sources) or "-",
             *("-" if value is None else f"{value:.1f}" for value in times),
             control,

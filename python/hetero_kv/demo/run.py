@@ -267,9 +267,9 @@ class Judge:
             lambda: Counters.read(self.decode) - before,
             lambda now: now.computed_tokens >= computed and now.bytes_read > 0,
         )
-        loads = read_trace(self.trace)
+        trace = read_trace(self.trace)
         rows = [
-            make_row(prompt, answer, tokens, loads, self.planner, self.decode[0].spec.tp)
+            make_row(prompt, answer, tokens, trace, self.planner, self.decode[0].spec.tp)
             for prompt, answer, tokens in zip(self.prompts, answers, self.expected, strict=True)
         ]
         return rows, counters

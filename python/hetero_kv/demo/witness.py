@@ -65,19 +65,41 @@ class Load:
     sources: tuple[tuple[int, int, int], ...]
 
 
-def read_trace(path: Path) -> list[Load]:
-    """The loads in a trace file, in the order written; none when the file is missing.
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Tokens that vLLM took from outside for one request, as the scheduler side wrote it."""
+
+    request_id: str
+    external_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a decode engine's processes wrote, in the order written."""
+
+    loads: tuple[Load, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
+
+
+def read_trace(path: Path) -> Trace:
+    """The events in a trace file; none when the file is missing.
 
     Raises `EngineError` for a line of another form: a witness that cannot be read is none.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        return []
+        return Trace()
     loads = []
+    allocations = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            if record["event"] == "allocated":
+                allocations.append(
+                    Allocation(str(record["req_id"]), int(record["external_tokens"]))
+                )
+                continue
             if record["event"] != "load":
                 continue
             sources = tuple(
@@ -97,14 +119,17 @@ def read_trace(path: Path) -> list[Load]:
                 )
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{path}:{number}: not a load record ({error!r})") from error
-    return loads
+            raise EngineError(f"{path}:{number}: not a trace event ({error!r})") from error
+    return Trace(tuple(loads), tuple(allocations))
 
 
-def loads_of(loads: Sequence[Load], request_id: str) -> list[Load]:
-    """The loads of a client's request. vLLM's own id of it is ``cmpl-ID-INDEX-RANDOM``."""
+def trace_of(trace: Trace, request_id: str) -> Trace:
+    """The events of a client's request. vLLM's own id of it is ``cmpl-ID-INDEX-RANDOM``."""
     pattern = re.compile(rf"cmpl-{re.escape(request_id)}-\d+(-|$)")
-    return [load for load in loads if pattern.match(load.request_id)]
+    return Trace(
+        tuple(load for load in trace.loads if pattern.match(load.request_id)),
+        tuple(event for event in trace.allocations if pattern.match(event.request_id)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderValue, Method, Request as HttpRequest, header};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request as HttpRequest};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
+use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::{App, SlotLease};
 use crate::client_io::HeadWatch;
@@ -16,7 +17,7 @@ use crate::headers;
 use crate::metrics::{ReasonLabels, RoleLabels};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
-use crate::openai::request::{Request, RequestError};
+use crate::openai::request::Request;
 use crate::openai::response::kv_transfer_params;
 use crate::routing::{AfterFailure, AfterPrefill, Flow, InstanceIndex, LegFailure, Role};
 use crate::stream::{DecodeStream, StreamLimits, outcome_of};
@@ -105,9 +106,9 @@ async fn run(
     };
     let deadline = record.started() + app.config.request_timeout;
     let (head, body) = request.into_parts();
-    let body = read_body(app, &head.headers, body, deadline).await?;
+    let body = admit::body(app, &head.headers, body, deadline).await?;
     watch.arm();
-    let request = Request::parse(body, route).map_err(|error| bad_request(&error))?;
+    let request = admit::parse(body, route)?;
     if request.is_batch() {
         app.metrics.batch_prompts.inc();
     }
@@ -135,63 +136,6 @@ async fn run(
         .map_err(late)?
         .ok_or_else(|| ApiError::new(500, "internal", "the hand-over ended twice"))??;
     Ok((decode, permit, call, deadline))
-}
-
-/// Reads the client's body within the limits of size and time.
-async fn read_body(
-    app: &App,
-    headers: &HeaderMap,
-    mut body: Incoming,
-    deadline: Instant,
-) -> Result<Bytes, ApiError> {
-    let encoded = headers
-        .get(header::CONTENT_ENCODING)
-        .is_some_and(|coding| coding != "identity");
-    if encoded {
-        return Err(ApiError::new(
-            415,
-            "content_encoding",
-            "a compressed request body is not supported",
-        ));
-    }
-    let max = app.config.body_bytes_max;
-    let too_large = || {
-        ApiError::new(
-            413,
-            "body_too_large",
-            format!("the request body is larger than {max} bytes"),
-        )
-    };
-    let declared = http_body::Body::size_hint(&body).lower();
-    if declared > max {
-        return Err(too_large());
-    }
-    // A declared length is a claim: only the first part of it is set aside unseen.
-    let mut whole = BytesMut::with_capacity(declared.min(256 << 10) as usize);
-    loop {
-        let frame = timeout_at(
-            deadline,
-            timeout(app.config.body_read_timeout, body.frame()),
-        )
-        .await;
-        let Ok(Ok(frame)) = frame else {
-            return Err(ApiError::new(
-                408,
-                "body_timeout",
-                "the request body did not come in time",
-            ));
-        };
-        let Some(frame) = frame else { break };
-        let frame = frame
-            .map_err(|_| ApiError::new(400, "body_broken", "the request body is not valid HTTP"))?;
-        if let Ok(data) = frame.into_data() {
-            if whole.len() as u64 + data.len() as u64 > max {
-                return Err(too_large());
-            }
-            whole.extend_from_slice(&data);
-        }
-    }
-    Ok(whole.freeze())
 }
 
 /// Sends the prefill leg until there is a response head. Dropped, it closes the connection, on
@@ -382,18 +326,6 @@ pub async fn read_answer(app: &App, body: Incoming) -> Option<Bytes> {
     let max = usize::try_from(app.config.prefill_answer_bytes_max).ok()?;
     let whole = http_body_util::Limited::new(body, max).collect().await;
     Some(whole.ok()?.to_bytes())
-}
-
-fn bad_request(error: &RequestError) -> ApiError {
-    let code = match error {
-        RequestError::Syntax(_) => "invalid_json",
-        RequestError::Duplicate(_) => "duplicate_field",
-        RequestError::Field { .. } => "invalid_field",
-        RequestError::ForeignParams => "kv_transfer_params_not_allowed",
-    };
-    let mut answer = ApiError::new(400, code, error.to_string());
-    answer.param = error.field().map(str::to_owned);
-    answer
 }
 
 fn deadline_exceeded() -> ApiError {

@@ -6,6 +6,7 @@
 //! engine's control port.
 
 pub mod admin;
+mod admit;
 pub mod answer;
 pub mod app;
 pub mod cli;

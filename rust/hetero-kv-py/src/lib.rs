@@ -36,7 +36,10 @@ mod _core {
     /// Every value of the `reason` label of failed loads.
     #[pyfunction]
     fn failure_reasons() -> Vec<&'static str> {
-        FailureReason::ALL.iter().map(|reason| reason.label()).collect()
+        FailureReason::ALL
+            .iter()
+            .map(|reason| reason.label())
+            .collect()
     }
 
     /// Starts the log of our threads on standard error; once per process, later calls change

@@ -1,7 +1,6 @@
 //! What Python hands over at start, as one JSON text each.
 
 use std::num::NonZeroU32;
-use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use hetero_kv_core::consumer::ConsumerOptions;
@@ -9,6 +8,7 @@ use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 use hetero_kv_core::layout::{CompatFields, KvHeads};
 use hetero_kv_core::producer::LeaseTimes;
 use hetero_kv_core::wire::message::EngineIdentity;
+use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
@@ -80,8 +80,14 @@ fn millis(value: f64) -> Duration {
 }
 
 impl Settings {
-    pub(crate) fn ports(&self) -> Option<RangeInclusive<u16>> {
-        self.port_range.map(|(first, last)| first..=last)
+    pub(crate) fn address(&self, engine: &Engine) -> ListenAddress {
+        ListenAddress {
+            host: self.host.clone(),
+            bind_host: self.bind_host.clone(),
+            port_range: self.port_range.map(|(first, last)| first..=last),
+            // The control listener and the ranks' data listeners share the range.
+            ports_needed: 1 + engine.tp_size.saturating_mul(engine.pp_size),
+        }
     }
 
     pub(crate) fn leases(&self) -> LeaseTimes {
@@ -151,11 +157,7 @@ impl WorkerStart {
         WorkerOptions {
             roles: self.engine.roles(),
             server: ServerOptions {
-                host: settings.host.clone(),
-                bind_host: settings.bind_host.clone(),
-                port_range: settings.ports(),
-                // The engine's control listener shares the range.
-                ports_needed: 1 + self.engine.tp_size * self.engine.pp_size,
+                address: settings.address(&self.engine),
                 ..ServerOptions::default()
             },
             reader: ReaderOptions {

@@ -6,6 +6,7 @@ use hetero_kv_core::consumer::PeerAddress;
 use hetero_kv_core::ids::{BlockId, EngineId, Incarnation};
 use hetero_kv_core::wire::card::WorkerCard;
 use hetero_kv_core::wire::params::TransferParams;
+use hetero_kv_transport::control::ControlLimits;
 use hetero_kv_transport::scheduler::{
     Prefilled, SchedulerFigures, SchedulerOptions, SchedulerSide, random_bytes,
 };
@@ -43,16 +44,15 @@ impl Scheduler {
             heads: start.engine.heads(),
             workers,
             roles: start.engine.roles(),
-            host: start.settings.host.clone(),
-            bind_host: start.settings.bind_host.clone(),
-            ports: start.settings.ports(),
+            address: start.settings.address(&start.engine),
+            limits: ControlLimits::default(),
             leases: start.settings.leases(),
             lease_slots: start.settings.lease_slots,
             consumer: start.settings.consumer(start.engine.block_size),
         };
         let side = py
             .detach(|| SchedulerSide::start(options))
-            .map_err(|e| error::system("control listener", e))?;
+            .map_err(|e| error::system("scheduler side", e))?;
         Ok(Self { side })
     }
 
@@ -162,15 +162,9 @@ impl Scheduler {
     }
 
     /// Pairs with a prefill engine before any request needs it.
-    fn connect(
-        &self,
-        host: String,
-        port: u16,
-        engine_id: &str,
-        incarnation: &str,
-    ) -> PyResult<()> {
-        let incarnation = u64::from_str_radix(incarnation, 16)
-            .map_err(|e| error::value("incarnation", e))?;
+    fn connect(&self, host: String, port: u16, engine_id: &str, incarnation: &str) -> PyResult<()> {
+        let incarnation =
+            u64::from_str_radix(incarnation, 16).map_err(|e| error::value("incarnation", e))?;
         self.side.connect(PeerAddress {
             host,
             port,
@@ -209,7 +203,10 @@ fn figures_json(figures: &SchedulerFigures) -> serde_json::Value {
             counters.insert(name.into(), json!(value));
         }
         gauges.insert("leases_alive".into(), json!(held.leases_alive));
-        gauges.insert("oldest_lease_s".into(), json!(held.oldest_lease.as_secs_f64()));
+        gauges.insert(
+            "oldest_lease_s".into(),
+            json!(held.oldest_lease.as_secs_f64()),
+        );
     }
     if let Some(counts) = &figures.consumer {
         for (name, value) in [

@@ -82,7 +82,10 @@ impl Worker {
             out.insert("jobs_in_flight".into(), json!(reader.jobs_in_flight));
             out.insert("unquiesced".into(), json!(reader.jobs_unquiesced));
             out.insert("sessions".into(), json!(reader.sessions));
-            out.insert("reconnects".into(), json!(reader.peers.iter().map(|peer| peer.reconnects).sum::<u64>()));
+            out.insert(
+                "reconnects".into(),
+                json!(reader.peers.iter().map(|peer| peer.reconnects).sum::<u64>()),
+            );
         }
         if let Some(server) = figures.server {
             out.insert("bytes_served".into(), json!(server.sent_bytes));

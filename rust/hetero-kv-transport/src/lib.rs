@@ -18,6 +18,7 @@ pub mod control;
 pub mod error;
 pub mod lease_page;
 pub mod memory;
+pub mod net;
 pub mod process;
 pub mod reader;
 pub mod scheduler;

@@ -8,7 +8,6 @@
 
 mod connection;
 mod framing;
-pub(crate) mod resolve;
 mod serve;
 mod server;
 mod socket;

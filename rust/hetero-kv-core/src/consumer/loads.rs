@@ -3,7 +3,7 @@
 use super::claims::expired;
 use super::peer::PeerState;
 use super::transfer::{Claiming, Phase, Request};
-use super::{Consumer, millis_left};
+use super::{Consumer, FAILURE_FIELDS_MAX, millis_left};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::BlockId;
 use crate::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId};
@@ -171,11 +171,12 @@ impl Consumer {
     }
 
     pub(super) fn count_failure(&mut self, request_id: &str, failure: &Failure) {
-        *self
-            .counts
-            .failures
-            .entry((failure.reason, failure.field.clone()))
-            .or_default() += 1;
+        let failures = &mut self.counts.failures;
+        let mut key = (failure.reason, failure.field.clone());
+        if failures.len() >= FAILURE_FIELDS_MAX && !failures.contains_key(&key) {
+            key.1.clear();
+        }
+        *failures.entry(key).or_default() += 1;
         self.note(
             true,
             format!("request {request_id}: load failed: {failure}"),

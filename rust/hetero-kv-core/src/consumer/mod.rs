@@ -63,6 +63,10 @@ pub const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// How long an incompatible pair is refused without asking again.
 pub const REFUSAL_KEPT: Duration = Duration::from_secs(10);
 
+/// Most (reason, field) pairs counted apart. Fields of a refused pair are named by the peer, so an
+/// inventive one could make any number of them; beyond it failures are counted without a field.
+pub const FAILURE_FIELDS_MAX: usize = 256;
+
 /// What the caller has to do for the control plane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConsumerOutput {

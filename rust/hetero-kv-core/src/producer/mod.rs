@@ -6,6 +6,7 @@
 //! [`Producer::take_releases`] into the next step's metadata, because only the workers can bump
 //! the lease pages.
 
+mod answers;
 mod lease;
 mod slots;
 
@@ -17,13 +18,11 @@ use lease::{Lease, State};
 use slots::Slots;
 
 use crate::ids::{BlockId, LeaseRef, PromptDigest, TransferId};
-use crate::layout::{CompatFields, TP_SIZE_MAX};
+use crate::layout::CompatFields;
 use crate::time::Time;
-use crate::wire::WIRE_VERSION;
 use crate::wire::card::WorkerCard;
 use crate::wire::message::{
-    Accept, Ack, Claim, EngineIdentity, Gone, GoneReason, Granted, Hello, Layout, Message, Reject,
-    RejectCode, Renew, bounded_reason,
+    EngineIdentity, Gone, GoneReason, Layout, Message, Reject, RejectCode, bounded_reason,
 };
 
 /// Ended transfers remembered, so that a late claim hears `Expired` or `Released` and a second
@@ -365,156 +364,6 @@ impl Producer {
                 .map(|lease| now.since(lease.granted_at))
                 .max()
                 .unwrap_or_default(),
-        }
-    }
-
-    fn handle_hello(&mut self, connection: ConnectionId, hello: &Hello) {
-        let refusal = if !(hello.versions.0..=hello.versions.1).contains(&WIRE_VERSION) {
-            Some((
-                RejectCode::Version,
-                format!(
-                    "wire version: this engine speaks {WIRE_VERSION}, the peer speaks {} to {}",
-                    hello.versions.0, hello.versions.1
-                ),
-            ))
-        } else if !(1..=TP_SIZE_MAX).contains(&hello.from.tp_size)
-            || !(1..=TP_SIZE_MAX).contains(&hello.from.pp_size)
-        {
-            // Acknowledgements are counted up to the product of the two.
-            Some((
-                RejectCode::Protocol,
-                format!(
-                    "tp_size and pp_size: the peer says {} and {}, each has to be in 1..={TP_SIZE_MAX}",
-                    hello.from.tp_size, hello.from.pp_size
-                ),
-            ))
-        } else if hello.expect_engine != self.identity.engine {
-            Some((
-                RejectCode::WrongEngine,
-                format!(
-                    "engine_id: {} lives here, the peer looks for {}",
-                    self.identity.engine, hello.expect_engine
-                ),
-            ))
-        } else if hello.expect_incarnation != self.identity.incarnation {
-            Some((
-                RejectCode::WrongIncarnation,
-                format!(
-                    "incarnation: {} lives here, the peer looks for {}; the engine was restarted",
-                    self.identity.incarnation, hello.expect_incarnation
-                ),
-            ))
-        } else if hello.compat_digest != self.fields.digest() {
-            let reason = "the caches of the two engines are not alike".to_owned();
-            self.counts.rejected_peers += 1;
-            let fields = self.fields.clone();
-            self.reject(connection, RejectCode::Incompatible, reason, Some(fields));
-            return;
-        } else {
-            None
-        };
-        if let Some((code, reason)) = refusal {
-            self.counts.rejected_peers += 1;
-            self.reject(connection, code, reason, None);
-            return;
-        }
-        self.peers.insert(
-            connection,
-            Peer::Known {
-                key: (hello.from.engine.clone(), hello.from.incarnation),
-                ranks: (hello.from.tp_size, hello.from.pp_size),
-            },
-        );
-        let accept = Accept {
-            version: WIRE_VERSION,
-            from: self.identity.clone(),
-        };
-        self.send(connection, Message::Accept(accept));
-    }
-
-    fn handle_claim(&mut self, now: Time, consumer: &ConsumerKey, claim: &Claim) -> Message {
-        let id = claim.transfer_id;
-        if let Some(lease) = self.leases.get(&id)
-            && (lease.fence.epoch.0 != claim.epoch || lease.digest != claim.prompt_digest)
-        {
-            return self.gone(id, GoneReason::Foreign, claim.question);
-        }
-        self.grant(now, consumer, id, claim.question)
-    }
-
-    fn handle_renew(&mut self, now: Time, consumer: &ConsumerKey, renew: &Renew) -> Message {
-        let id = renew.transfer_id;
-        // Only a claim proves which prompt and which epoch are meant.
-        if let Some(lease) = self.leases.get(&id)
-            && !lease.consumers.contains_key(consumer)
-        {
-            return self.gone(id, GoneReason::Foreign, renew.question);
-        }
-        self.grant(now, consumer, id, renew.question)
-    }
-
-    fn grant(
-        &mut self,
-        now: Time,
-        consumer: &ConsumerKey,
-        id: TransferId,
-        question: u64,
-    ) -> Message {
-        let Some(lease) = self.leases.get_mut(&id) else {
-            let reason = self.ended.get(&id).copied();
-            return self.gone(id, reason.unwrap_or(GoneReason::Unknown), question);
-        };
-        let State::Held { expires } = &mut lease.state else {
-            let reason = lease.ended.unwrap_or(GoneReason::Released);
-            return self.gone(id, reason, question);
-        };
-        // A sweep that is late by a scheduling delay must not hand out time that is over.
-        if *expires <= now {
-            return self.gone(id, GoneReason::Expired, question);
-        }
-        // Never shortens: the first lease may be the longer one.
-        *expires = (*expires).max(now + self.times.renewal);
-        let expires = *expires;
-        lease.consumers.entry(consumer.clone()).or_default();
-        Message::Granted(Box::new(Granted {
-            transfer_id: id,
-            granted_ms: u64::try_from(expires.since(now).as_millis()).unwrap_or(u64::MAX),
-            lease: lease.fence,
-            block_ids: lease.block_ids.clone(),
-            num_tokens: lease.num_tokens,
-            question,
-        }))
-    }
-
-    fn handle_ack(&mut self, consumer: &ConsumerKey, ranks: (u32, u32), ack: Ack) {
-        let Some(lease) = self.leases.get_mut(&ack.transfer_id) else {
-            self.counts.late += 1;
-            return;
-        };
-        if lease.state == State::Ordered || !lease.consumers.contains_key(consumer) {
-            self.counts.late += 1;
-            return;
-        }
-        if lease.acknowledge(consumer, ack.ranks, ranks) {
-            self.counts.read_out += 1;
-            self.end(ack.transfer_id, GoneReason::Released);
-        }
-    }
-
-    fn handle_release(&mut self, consumer: &ConsumerKey, id: TransferId) {
-        let Some(lease) = self.leases.get_mut(&id) else {
-            self.counts.late += 1;
-            return;
-        };
-        if lease.state == State::Ordered {
-            self.counts.late += 1;
-            return;
-        }
-        // Another engine that has claimed the same transfer (a retried decode) keeps it alive.
-        lease.consumers.remove(consumer);
-        if lease.consumers.is_empty() {
-            self.counts.released += 1;
-            self.end(id, GoneReason::Released);
         }
     }
 

@@ -1,13 +1,15 @@
 //! What the tests of both machines share: small valid values, and a [`Pair`] of machines on a
 //! virtual network.
 
+mod network;
 mod pair;
 mod workers;
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-pub(crate) use pair::{Direction, Fate, Pair};
+pub(crate) use network::{Direction, Fate};
+pub(crate) use pair::{CONTROL_PORT, Pair};
 pub(crate) use workers::Workers;
 
 use crate::consumer::ConsumerOptions;

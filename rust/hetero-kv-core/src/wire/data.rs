@@ -24,9 +24,9 @@ pub const FETCH_RUNS_MAX: usize = 1024;
 /// Most bytes in one fetch: what a reader that cancels has to wait for, or throw away.
 pub const FETCH_BYTES_MAX: u64 = 4 << 20;
 
-/// Largest payload of a data plane frame: [`FETCH_RUNS_MAX`] runs of 24 msgpack bytes each, and
-/// room for the fields around them.
-pub const DATA_FRAME_BYTES_MAX: usize = 32 << 10;
+/// Largest payload of a data plane frame: an answer with the lengths of 4096 regions of 9 msgpack
+/// bytes each; a fetch of [`FETCH_RUNS_MAX`] runs of 24 bytes stays below it.
+pub const DATA_FRAME_BYTES_MAX: usize = 64 << 10;
 
 /// First frame of a connection: who the reader believes to have dialled.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

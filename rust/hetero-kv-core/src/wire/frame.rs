@@ -157,6 +157,12 @@ impl FrameDecoder {
         self.buffer.len() - self.consumed
     }
 
+    /// Memory set aside.
+    #[cfg(test)]
+    pub(super) fn capacity_bytes(&self) -> usize {
+        self.buffer.capacity()
+    }
+
     /// The next whole frame, `None` when more bytes are needed. After an error the stream has no
     /// frame boundary left, so the connection has to be closed.
     pub fn next_frame(&mut self) -> Result<Option<(Kind, Vec<u8>)>, FrameError> {

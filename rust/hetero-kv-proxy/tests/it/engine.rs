@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep};
 
@@ -21,12 +22,15 @@ pub(crate) enum Script {
     Decode,
     /// Decode: frees, then these chunks with a pause before each, then the end.
     Stream(Vec<&'static str>, Duration),
+    /// As `Stream`, but each chunk waits for a permit of the test.
+    Gated(Vec<&'static str>, Arc<Semaphore>),
     /// As `Stream`, but the connection closes without the end.
     StreamThenClose(Vec<&'static str>),
     /// As `Stream`, but nothing more comes and the connection stays.
     StreamThenSilence(Vec<&'static str>),
-    /// A plain answer of which only this part comes before the connection closes.
-    Truncated(&'static str),
+    /// A plain answer of which only this part comes before the connection closes: with a length
+    /// that is not reached, or in chunks without the last.
+    Truncated(&'static str, Framing),
     /// Status, content type, body.
     Answer(u16, &'static str, &'static str),
     /// Nothing, until the proxy closes.
@@ -37,6 +41,13 @@ pub(crate) enum Script {
     Reset,
     /// Waits first.
     After(Duration, Box<Script>),
+}
+
+/// How the length of a body is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Framing {
+    Length,
+    Chunks,
 }
 
 /// How an exchange ended.
@@ -332,6 +343,19 @@ async fn perform(
             }
             return writer.write_all(b"0\r\n\r\n").await.is_ok();
         }
+        Script::Gated(chunks, gate) => {
+            free();
+            if !stream(vec![], Duration::ZERO, writer).await {
+                return false;
+            }
+            for chunk in chunks {
+                gate.acquire().await.expect("the gate is open").forget();
+                if !write_chunk(chunk, writer).await {
+                    return false;
+                }
+            }
+            return writer.write_all(b"0\r\n\r\n").await.is_ok();
+        }
         Script::StreamThenClose(chunks) => {
             free();
             stream(chunks, Duration::ZERO, writer).await;
@@ -342,10 +366,16 @@ async fn perform(
             stream(chunks, Duration::ZERO, writer).await;
             std::future::pending().await
         }
-        Script::Truncated(part) => {
-            let head =
-                "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n";
-            let sent = writer.write_all(format!("{head}{part}").as_bytes()).await;
+        Script::Truncated(part, framing) => {
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n";
+            let sent = match framing {
+                Framing::Length => format!("{head}Content-Length: 9999\r\n\r\n{part}"),
+                Framing::Chunks => {
+                    let size = part.len();
+                    format!("{head}Transfer-Encoding: chunked\r\n\r\n{size:x}\r\n{part}\r\n")
+                }
+            };
+            let sent = writer.write_all(sent.as_bytes()).await;
             // The part must be read before the end is seen.
             sleep(Duration::from_millis(30)).await;
             assert!(sent.is_ok());
@@ -369,14 +399,18 @@ async fn stream(chunks: Vec<&str>, pause: Duration, writer: &mut OwnedWriteHalf)
     }
     for chunk in chunks {
         sleep(pause).await;
-        let framed = format!("{:x}\r\n{chunk}\r\n", chunk.len());
-        if writer.write_all(framed.as_bytes()).await.is_err() {
+        if !write_chunk(chunk, writer).await {
             return false;
         }
     }
     // What was written must be read before an end is seen.
     sleep(Duration::from_millis(30)).await;
     true
+}
+
+async fn write_chunk(chunk: &str, writer: &mut OwnedWriteHalf) -> bool {
+    let framed = format!("{:x}\r\n{chunk}\r\n", chunk.len());
+    writer.write_all(framed.as_bytes()).await.is_ok()
 }
 
 /// vLLM's checks of a prefill leg, and its answer.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hetero_kv_proxy::cli::Settings;
 use tokio::time::Instant;
 
-use crate::engine::{Blocks, Engine, Script, freed};
+use crate::engine::{Blocks, Engine, Framing, Script, freed};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
 
 /// Every leg over its own connection, so that a break is the engine's and not that of idleness.
@@ -274,7 +274,10 @@ async fn a_prefill_answer_that_breaks_off_is_a_502() {
         Engine::prefill(&blocks).await,
         Engine::decode(&blocks).await,
     );
-    p.always(Script::Truncated(r#"{"kv_transfer_params":{"#));
+    p.always(Script::Truncated(
+        r#"{"kv_transfer_params":{"#,
+        Framing::Length,
+    ));
     let proxy = proxy(&[&p], &[&d]).await;
     let reply = post(&proxy, COMPLETIONS, PROMPT).await;
     assert_eq!(
@@ -292,7 +295,8 @@ async fn the_deadline_is_a_504_in_each_leg_and_frees_what_prefill_pinned() {
         Engine::decode(&blocks).await,
     );
     let settings = Settings {
-        request_timeout_s: Some(1),
+        request_timeout_s: Some(2),
+        handover_grace_ms: Some(3_000),
         ..Settings::default()
     };
     let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
@@ -316,11 +320,11 @@ async fn the_deadline_is_a_504_in_each_leg_and_frees_what_prefill_pinned() {
     // Prefill is done just before the deadline: decode is told although nobody waits any more.
     blocks.lock().expect("blocks").clear();
     p.once(Script::After(
-        Duration::from_millis(900),
+        Duration::from_millis(1_200),
         Box::new(Script::Prefill),
     ));
     d.once(Script::After(
-        Duration::from_millis(200),
+        Duration::from_millis(1_500),
         Box::new(Script::Decode),
     ));
     let reply = post(&proxy, COMPLETIONS, PROMPT).await;

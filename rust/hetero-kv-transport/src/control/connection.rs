@@ -2,16 +2,15 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Duration;
 
 use hetero_kv_core::time::Time;
-use hetero_kv_core::wire::FrameDecoder;
 use hetero_kv_core::wire::message::{Message, MessageError};
+use hetero_kv_core::wire::{FRAME_BYTES_MAX, FrameDecoder};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// A peer that has not been accepted sends a hello and nothing long.
-pub(super) const STRANGER_FRAME_BYTES_MAX: usize = 64 << 10;
+/// All that a peer may send before it is accepted: a hello, and nothing long.
+const STRANGER_BYTES_MAX: usize = 64 << 10;
 
 /// A connection whose peer takes nothing is closed when this much waits for it: four of the
 /// largest frames.
@@ -20,8 +19,9 @@ const OUT_BYTES_MAX: usize = 64 << 20;
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 
-/// A frame that has begun has to be whole by then, and a stranger has to say who it is.
-pub(super) const PARTIAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Reads in a row, so that a peer that never stops sending holds up neither the others nor the
+/// answers to itself.
+const READS_MAX: usize = 16;
 
 /// Why a connection has to be closed.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +34,10 @@ pub(super) enum Broken {
     Bytes(#[from] MessageError),
     #[error("the peer takes no data: {0} bytes wait")]
     Stuck(usize),
+    #[error("more than {STRANGER_BYTES_MAX} bytes came before the peer was accepted")]
+    Talkative,
+    #[error("{0}")]
+    Late(&'static str),
 }
 
 #[derive(Debug)]
@@ -44,24 +48,69 @@ pub(super) struct Connection {
     sent: usize,
     /// Close as soon as everything is sent.
     pub(super) closing: bool,
-    /// Since when the peer owes bytes: the rest of a frame, or its first one.
-    pub(super) owed_since: Option<Time>,
+    /// Of a peer that dialled us and has not been accepted.
+    stranger: Option<Stranger>,
+    /// Since when the rest of a frame is owed.
+    partial_since: Option<Time>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Stranger {
+    since: Time,
+    sent_bytes: usize,
 }
 
 impl Connection {
-    pub(super) fn new(stream: OwnedFd, owed_since: Option<Time>) -> Self {
+    /// To an engine that we dialled.
+    pub(super) fn dialled(stream: OwnedFd) -> Self {
         Self {
             stream,
             decoder: FrameDecoder::new(),
             out: Vec::new(),
             sent: 0,
             closing: false,
-            owed_since,
+            stranger: None,
+            partial_since: None,
         }
     }
 
-    pub(super) fn set_frame_limit(&mut self, bytes_max: usize) {
-        self.decoder.set_limit(bytes_max);
+    /// From whoever dialled us.
+    pub(super) fn from_stranger(stream: OwnedFd, now: Time) -> Self {
+        let mut connection = Self::dialled(stream);
+        connection.decoder.set_limit(STRANGER_BYTES_MAX);
+        connection.stranger = Some(Stranger {
+            since: now,
+            sent_bytes: 0,
+        });
+        connection
+    }
+
+    /// The peer has said who it is and is taken.
+    pub(super) fn accept_stranger(&mut self) {
+        self.stranger = None;
+        self.decoder.set_limit(FRAME_BYTES_MAX);
+    }
+
+    /// Since when a stranger has been one.
+    pub(super) fn stranger_since(&self) -> Option<Time> {
+        self.stranger.map(|stranger| stranger.since)
+    }
+
+    /// Since when the peer owes something: the rest of a frame, or who it is. Whole frames do not
+    /// change the latter, or a stranger could stay for good by asking whether we are there.
+    pub(super) fn owed_since(&self) -> Option<Time> {
+        [self.stranger_since(), self.partial_since]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// The end of a connection whose debt is overdue.
+    pub(super) fn overdue(&self) -> Broken {
+        Broken::Late(match self.stranger {
+            Some(_) => "the peer has not said in time who it is",
+            None => "the peer owes the rest of a frame",
+        })
     }
 
     pub(super) fn wants_write(&self) -> bool {
@@ -99,7 +148,7 @@ impl Connection {
     /// Reads what is there; whole messages go to `messages`, also those in front of the break.
     pub(super) fn receive(&mut self, now: Time, messages: &mut Vec<Message>) -> Result<(), Broken> {
         let mut buffer = [0; READ_BYTES];
-        loop {
+        for _ in 0..READS_MAX {
             let (count, _) = match recv(&self.stream, &mut buffer, RecvFlags::empty()) {
                 Ok(received) => received,
                 Err(Errno::INTR) => continue,
@@ -109,16 +158,22 @@ impl Connection {
             if count == 0 {
                 return Err(Broken::Closed);
             }
+            if let Some(stranger) = &mut self.stranger {
+                stranger.sent_bytes += count;
+                if stranger.sent_bytes > STRANGER_BYTES_MAX {
+                    return Err(Broken::Talkative);
+                }
+            }
             self.decoder.push(&buffer[..count]);
             while let Some((kind, payload)) =
                 self.decoder.next_frame().map_err(MessageError::from)?
             {
                 messages.push(Message::from_frame(kind, &payload)?);
-                self.owed_since = None;
+                self.partial_since = None;
             }
         }
         if self.decoder.buffered_bytes() > 0 {
-            self.owed_since.get_or_insert(now);
+            self.partial_since.get_or_insert(now);
         }
         Ok(())
     }

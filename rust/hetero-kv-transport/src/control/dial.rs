@@ -12,7 +12,7 @@ use hetero_kv_core::consumer::PeerAddress;
 use hetero_kv_core::step::PeerId;
 
 use super::DialResult;
-use crate::tcp::resolve::resolve;
+use crate::net::resolve::resolve;
 use crate::waker::Waker;
 
 /// For the name and for each of its addresses; the machine's own deadline is over both.

@@ -7,7 +7,6 @@
 
 mod connection;
 mod dial;
-pub mod listen;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,12 +17,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use connection::{Broken, Connection, PARTIAL_TIMEOUT, STRANGER_FRAME_BYTES_MAX};
+use connection::{Broken, Connection};
 use hetero_kv_core::consumer::{Consumer, ConsumerOutput};
 use hetero_kv_core::producer::{ConnectionId, Producer, ProducerOutput};
 use hetero_kv_core::step::PeerId;
 use hetero_kv_core::time::Time;
-use hetero_kv_core::wire::FRAME_BYTES_MAX;
 use hetero_kv_core::wire::message::Message;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -32,8 +30,24 @@ use rustix::net::{SocketFlags, accept_with, sockopt};
 use crate::clock;
 use crate::waker::Waker;
 
-/// Consumers connected to one producer at once; more are closed at accept.
-pub const INBOUND_MAX: usize = 1024;
+/// What the control plane takes from peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControlLimits {
+    /// Consumers connected to one producer at once. The stranger who has been one for the longest
+    /// makes room for another; one more than so many accepted ones is closed at once.
+    pub inbound_max: usize,
+    /// Longest time from connect until a peer is accepted, and for each begun frame to be whole.
+    pub frame_timeout: Duration,
+}
+
+impl Default for ControlLimits {
+    fn default() -> Self {
+        Self {
+            inbound_max: 1024,
+            frame_timeout: Duration::from_secs(10),
+        }
+    }
+}
 
 /// The machines of one engine's scheduler side.
 #[derive(Debug, Default)]
@@ -73,17 +87,23 @@ pub struct ControlPlane {
     waker: Arc<Waker>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
+    pid: u32,
 }
 
 impl ControlPlane {
     /// Starts the thread. `listener` is present for a producer.
-    pub fn start(desk: Arc<SharedDesk>, listener: Option<OwnedFd>) -> io::Result<Self> {
+    pub fn start(
+        desk: Arc<SharedDesk>,
+        listener: Option<OwnedFd>,
+        limits: ControlLimits,
+    ) -> io::Result<Self> {
         let waker = Arc::new(Waker::new()?);
         let stop = Arc::new(AtomicBool::new(false));
         let (dialed, dial_results) = channel();
         let mut control = Loop {
             desk,
             listener,
+            limits,
             waker: Arc::clone(&waker),
             stop: Arc::clone(&stop),
             inbound: BTreeMap::new(),
@@ -99,7 +119,14 @@ impl ControlPlane {
             waker,
             stop,
             thread: Some(thread),
+            pid: std::process::id(),
         })
+    }
+
+    /// Whether this is a child forked from the process that started it. The child has no thread of
+    /// ours, and whatever lock the thread held when it was forked stays locked there.
+    pub fn is_forked(&self) -> bool {
+        self.pid != std::process::id()
     }
 
     /// Lets the thread look at the machines: call after each mutation from outside.
@@ -110,6 +137,10 @@ impl ControlPlane {
 
 impl Drop for ControlPlane {
     fn drop(&mut self) {
+        if self.is_forked() {
+            // The waker is the parent's as well, and the thread to wait for is not here.
+            return;
+        }
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
         if let Some(thread) = self.thread.take() {
@@ -124,6 +155,7 @@ type DialResult = (PeerId, io::Result<OwnedFd>);
 struct Loop {
     desk: Arc<SharedDesk>,
     listener: Option<OwnedFd>,
+    limits: ControlLimits,
     waker: Arc<Waker>,
     stop: Arc<AtomicBool>,
     inbound: BTreeMap<ConnectionId, Connection>,
@@ -162,7 +194,7 @@ impl Loop {
             };
             match result {
                 Ok(stream) => {
-                    self.outbound.insert(peer, Connection::new(stream, None));
+                    self.outbound.insert(peer, Connection::dialled(stream));
                     consumer.handle_dialed(now, peer);
                 }
                 Err(error) => consumer.handle_closed(now, peer, &error.to_string()),
@@ -187,8 +219,8 @@ impl Loop {
                 .inbound
                 .values()
                 .chain(self.outbound.values())
-                .filter_map(|connection| connection.owed_since)
-                .map(|since| since + PARTIAL_TIMEOUT)
+                .filter_map(Connection::owed_since)
+                .map(|since| since + self.limits.frame_timeout)
                 .min();
             [producer, consumer, owed].into_iter().flatten().min()
         };
@@ -246,7 +278,8 @@ impl Loop {
                 self.outbound.remove(&peer);
             }
             Output::Consumer(ConsumerOutput::Dial(peer, address)) => {
-                let started = dial::start(peer, address, self.dialed.clone(), Arc::clone(&self.waker));
+                let started =
+                    dial::start(peer, address, self.dialed.clone(), Arc::clone(&self.waker));
                 if let Err(error) = started {
                     // Taken up by the next turn like any other failed dial.
                     let _ = self.dialed.send((peer, Err(error)));
@@ -260,9 +293,8 @@ impl Loop {
         let Some(connection) = self.connection(key) else {
             return;
         };
-        // Only a peer that was accepted is sent a layout.
         if matches!(message, Message::Accept(_)) {
-            connection.set_frame_limit(FRAME_BYTES_MAX);
+            connection.accept_stranger();
         }
         let pushed = connection.push(message).and_then(|()| connection.flush());
         if let Err(broken) = pushed {
@@ -317,10 +349,11 @@ impl Loop {
     }
 
     fn accept(&mut self) {
-        let Some(listener) = &self.listener else {
-            return;
-        };
-        loop {
+        // As many as can be in the queue; whoever comes meanwhile is met in the next turn.
+        for _ in 0..self.limits.inbound_max {
+            let Some(listener) = &self.listener else {
+                return;
+            };
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let stream = match accept_with(listener, flags) {
                 Ok(stream) => stream,
@@ -333,21 +366,38 @@ impl Loop {
                     return;
                 }
             };
-            if self.inbound.len() >= INBOUND_MAX {
-                tracing::warn!("control plane: {INBOUND_MAX} peers are connected, one more is closed");
+            if self.inbound.len() >= self.limits.inbound_max && !self.drop_oldest_stranger() {
+                tracing::warn!(
+                    "control plane: {} peers are connected, one more is closed",
+                    self.inbound.len()
+                );
                 continue;
             }
             // Claims are small and waited for.
             let _ = sockopt::set_tcp_nodelay(&stream, true);
             let id = ConnectionId(self.next_inbound);
             self.next_inbound += 1;
-            let mut connection = Connection::new(stream, Some(clock::now()));
-            connection.set_frame_limit(STRANGER_FRAME_BYTES_MAX);
+            let connection = Connection::from_stranger(stream, clock::now());
             self.inbound.insert(id, connection);
             if let Some(producer) = self.desk.lock().producer.as_mut() {
                 producer.handle_connected(id);
             }
         }
+    }
+
+    /// Makes room; false when every connection is of an accepted peer.
+    fn drop_oldest_stranger(&mut self) -> bool {
+        let oldest = self
+            .inbound
+            .iter()
+            .filter_map(|(id, connection)| Some((connection.stranger_since()?, *id)))
+            .min();
+        let Some((_, id)) = oldest else {
+            return false;
+        };
+        let crowded = Broken::Late("others wait for the place of a peer that says nothing");
+        self.close(clock::now(), Key::Inbound(id), &crowded);
+        true
     }
 
     fn exchange(&mut self, key: Key) {
@@ -390,20 +440,20 @@ impl Loop {
     }
 
     fn drop_overdue(&mut self, now: Time) {
-        let overdue = |connection: &Connection| {
-            connection
-                .owed_since
-                .is_some_and(|since| since + PARTIAL_TIMEOUT <= now)
-        };
-        let inbound = self.inbound.iter().filter(|(_, c)| overdue(c));
-        let outbound = self.outbound.iter().filter(|(_, c)| overdue(c));
-        let keys: Vec<Key> = inbound
-            .map(|(id, _)| Key::Inbound(*id))
-            .chain(outbound.map(|(id, _)| Key::Outbound(*id)))
+        let timeout = self.limits.frame_timeout;
+        let inbound = self.inbound.iter().map(|(id, c)| (Key::Inbound(*id), c));
+        let outbound = self.outbound.iter().map(|(id, c)| (Key::Outbound(*id), c));
+        let overdue: Vec<(Key, Broken)> = inbound
+            .chain(outbound)
+            .filter(|(_, connection)| {
+                connection
+                    .owed_since()
+                    .is_some_and(|since| since + timeout <= now)
+            })
+            .map(|(key, connection)| (key, connection.overdue()))
             .collect();
-        for key in keys {
-            let error = io::Error::new(io::ErrorKind::TimedOut, "the peer owes the rest of a frame");
-            self.close(now, key, &Broken::Io(error));
+        for (key, broken) in overdue {
+            self.close(now, key, &broken);
         }
     }
 
@@ -445,7 +495,9 @@ impl Loop {
     fn say_goodbye(&mut self) {
         for connection in self.inbound.values_mut().chain(self.outbound.values_mut()) {
             // Going down: what does not fit in the socket is not worth waiting for.
-            let _ = connection.push(&Message::Bye).and_then(|()| connection.flush());
+            let _ = connection
+                .push(&Message::Bye)
+                .and_then(|()| connection.flush());
         }
     }
 }

@@ -158,11 +158,12 @@ pub(super) fn pid_namespace() -> io::Result<u64> {
 /// Start time of a process in clock ticks since boot: field 22 of `/proc/PID/stat`, see proc(5).
 pub(super) fn start_ticks(pid: u32) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_start_ticks(&stat).ok_or_else(|| io::Error::other("no start time in /proc/PID/stat"))
+}
+
+/// Field 22 of a line of `/proc/PID/stat`.
+pub(super) fn parse_start_ticks(stat: &str) -> Option<u64> {
     // The command's name stands in parentheses and may itself contain spaces and parentheses.
-    let after_name = stat.rsplit_once(')').map_or("", |(_, after)| after);
-    after_name
-        .split_ascii_whitespace()
-        .nth(19)
-        .and_then(|field| field.parse().ok())
-        .ok_or_else(|| io::Error::other("no start time in /proc/PID/stat"))
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_ascii_whitespace().nth(19)?.parse().ok()
 }

@@ -34,9 +34,9 @@ pub(super) unsafe fn read_some(
     scratch: &mut Scratch,
 ) -> io::Result<usize> {
     let Scratch { local, remote } = scratch;
-    let remote_bytes = source.fill(remote, CALL_SPANS_MAX, bytes_max);
-    // The kernel copies as much as both lists name, so the longer one needs no cut.
-    dest.fill(local, CALL_SPANS_MAX, remote_bytes);
+    let local_bytes = dest.fill(local, CALL_SPANS_MAX, bytes_max);
+    // The kernel pins what the remote list names, also past the end of the local one.
+    source.fill(remote, CALL_SPANS_MAX, local_bytes);
     let (local_count, remote_count) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
     let copied = loop {
         // SAFETY: both lists are valid for the call; the kernel checks the other process's

@@ -2,8 +2,7 @@
 //! hooks make. No call fails for one request, none waits for a peer.
 
 use std::io;
-use std::ops::RangeInclusive;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use hetero_kv_core::consumer::{Consumer, ConsumerCounts, ConsumerOptions, PeerAddress};
@@ -18,8 +17,8 @@ use hetero_kv_core::wire::message::EngineIdentity;
 use hetero_kv_core::wire::params::{ParamsError, RemotePrefill, TransferParams};
 
 use crate::clock;
-use crate::control::listen::listen_on;
-use crate::control::{ControlPlane, SharedDesk};
+use crate::control::{ControlLimits, ControlPlane, Desk, SharedDesk};
+use crate::net::listen::{ListenAddress, ListenError, listen_on};
 
 /// What an engine does with KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,12 +42,10 @@ pub struct SchedulerOptions {
     pub workers: Vec<WorkerCard>,
     /// Which sides to run.
     pub roles: Roles,
-    /// Host that others reach this engine by; the control listener binds it.
-    pub host: String,
-    /// Address to bind instead of `host`, where peers dial a translated one.
-    pub bind_host: Option<String>,
-    /// Ports to take the first free one of; without, the system assigns one.
-    pub ports: Option<RangeInclusive<u16>>,
+    /// Where the control listener is; its host goes into the params.
+    pub address: ListenAddress,
+    /// What the control plane takes from peers.
+    pub limits: ControlLimits,
     /// Times of leases.
     pub leases: LeaseTimes,
     /// Slots of each rank's lease page.
@@ -83,6 +80,17 @@ pub struct SchedulerFigures {
     pub consumer_open: (usize, usize),
 }
 
+/// Why a scheduler side cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The control listener's address or ports.
+    #[error("control listener: {0}")]
+    Listen(#[from] ListenError),
+    /// No thread or descriptor is left.
+    #[error("control plane: {0}")]
+    Start(#[from] io::Error),
+}
+
 /// See the module's text. Dropping it closes every connection.
 #[derive(Debug)]
 pub struct SchedulerSide {
@@ -97,17 +105,15 @@ impl SchedulerSide {
     /// Binds the control listener (producer) and starts the control plane's thread.
     ///
     /// # Errors
-    /// No free port, or a host that is not this machine's; the text names the setting.
-    pub fn start(options: SchedulerOptions) -> io::Result<Self> {
+    /// [`StartError`]: no free port, or a host that is not this machine's; the text names both.
+    pub fn start(options: SchedulerOptions) -> Result<Self, StartError> {
         let mut port = None;
         let mut listener = None;
         let desk = Arc::new(SharedDesk::default());
         if options.roles.producer {
-            let ranks = options.identity.tp_size * options.identity.pp_size;
-            let bind_host = options.bind_host.as_deref().unwrap_or(&options.host);
-            let (socket, address) = listen_on(bind_host, options.ports, 1 + ranks)?;
-            port = Some(address.port());
-            listener = Some(socket);
+            let socket = listen_on(&options.address)?;
+            port = Some(socket.local_addr()?.port());
+            listener = Some(socket.into());
             desk.lock().producer = Some(Producer::new(
                 options.identity.clone(),
                 options.fields.clone(),
@@ -124,12 +130,12 @@ impl SchedulerSide {
                 options.consumer,
             ));
         }
-        let control = ControlPlane::start(Arc::clone(&desk), listener)?;
+        let control = ControlPlane::start(Arc::clone(&desk), listener, options.limits)?;
         Ok(Self {
             desk,
             control,
             identity: options.identity,
-            host: options.host,
+            host: options.address.host,
             port,
         })
     }
@@ -154,10 +160,12 @@ impl SchedulerSide {
 
     /// Tokens to load beyond those cached here.
     pub fn matched_tokens(&self, request_id: &str, computed_tokens: u32) -> u32 {
-        let mut desk = self.desk.lock();
-        desk.consumer
-            .as_mut()
-            .map_or(0, |consumer| consumer.matched_tokens(request_id, computed_tokens))
+        self.desk()
+            .and_then(|mut desk| {
+                let consumer = desk.consumer.as_mut()?;
+                Some(consumer.matched_tokens(request_id, computed_tokens))
+            })
+            .unwrap_or(0)
     }
 
     /// vLLM has allocated the request's blocks.
@@ -218,15 +226,15 @@ impl SchedulerSide {
 
     /// All workers have reported a release.
     pub fn sent(&self, request_id: &str) {
-        if let Some(producer) = self.desk.lock().producer.as_mut() {
-            producer.handle_sent(request_id);
-        }
+        self.producer(|producer| producer.handle_sent(request_id));
     }
 
     /// Orders for the next step.
     pub fn take_orders(&self) -> StepOrders {
         let now = clock::now();
-        let mut desk = self.desk.lock();
+        let Some(mut desk) = self.desk() else {
+            return StepOrders::default();
+        };
         let mut orders = match desk.consumer.as_mut() {
             Some(consumer) => consumer.take_orders(now),
             None => StepOrders::default(),
@@ -243,6 +251,9 @@ impl SchedulerSide {
     /// Waits until a release or a load can be ordered, at most `timeout`: for an engine that would
     /// otherwise take empty steps as fast as it can.
     pub fn wait_for_orders(&self, timeout: Duration) {
+        if self.control.is_forked() {
+            return;
+        }
         self.desk.wait_until(timeout, |desk| {
             desk.producer.as_ref().is_some_and(Producer::has_releases)
         });
@@ -258,29 +269,34 @@ impl SchedulerSide {
 
     /// Ends every lease: the cache was reset or the engine goes down.
     pub fn revoke_leases(&self) {
-        if let Some(producer) = self.desk.lock().producer.as_mut() {
-            producer.revoke_all();
-        }
+        self.producer(Producer::revoke_all);
         self.control.wake();
     }
 
     /// Figures for metrics.
     pub fn figures(&self) -> SchedulerFigures {
         let now = clock::now();
-        let desk = self.desk.lock();
+        let Some(desk) = self.desk() else {
+            return SchedulerFigures::default();
+        };
         SchedulerFigures {
             producer: desk
                 .producer
                 .as_ref()
                 .map(|producer| (producer.counts(), producer.gauges(now))),
-            consumer: desk.consumer.as_ref().map(|consumer| consumer.counts().clone()),
+            consumer: desk
+                .consumer
+                .as_ref()
+                .map(|consumer| consumer.counts().clone()),
             consumer_open: desk.consumer.as_ref().map_or((0, 0), Consumer::open),
         }
     }
 
     fn hold(&self, finished: FinishedPrefill) -> Result<LeaseRef, OfferRefused> {
         let held = {
-            let mut desk = self.desk.lock();
+            let Some(mut desk) = self.desk() else {
+                return Err(OfferRefused(FORKED.into()));
+            };
             let Some(producer) = desk.producer.as_mut() else {
                 return Err(OfferRefused("this engine is no producer (kv_role)".into()));
             };
@@ -292,12 +308,36 @@ impl SchedulerSide {
     }
 
     fn consumer(&self, call: impl FnOnce(&mut Consumer)) {
-        if let Some(consumer) = self.desk.lock().consumer.as_mut() {
+        let Some(mut desk) = self.desk() else {
+            return;
+        };
+        if let Some(consumer) = desk.consumer.as_mut() {
             call(consumer);
         }
+        drop(desk);
         self.control.wake();
     }
+
+    fn producer(&self, call: impl FnOnce(&mut Producer)) {
+        if let Some(mut desk) = self.desk()
+            && let Some(producer) = desk.producer.as_mut()
+        {
+            call(producer);
+        }
+    }
+
+    /// `None` in a forked child, where the lock may be held by a thread that is not there.
+    fn desk(&self) -> Option<MutexGuard<'_, Desk>> {
+        if self.control.is_forked() {
+            tracing::error!("{FORKED}");
+            return None;
+        }
+        Some(self.desk.lock())
+    }
 }
+
+/// What a forked child gets to hear.
+const FORKED: &str = "the scheduler side belongs to the process that started it; a forked child has to start its own";
 
 /// Why a prefill is not held: its blocks are freed at once and decode has to compute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -14,15 +13,12 @@ use hetero_kv_core::plan::Owner;
 use hetero_kv_core::wire::card::TcpEndpoint;
 use rustix::event::PollFlags;
 
-use super::resolve::resolve;
 use super::serve::{self, Terms};
 use super::socket;
 use crate::lease_page::LeasePage;
 use crate::memory::LocalMemory;
+use crate::net::listen::{ListenAddress, ListenError, listen_on};
 use crate::waker::Waker;
-
-/// Longest wait for the resolver when the listener starts.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connections above the limit that are still told so; more are closed without a word.
 const REFUSALS_MAX: usize = 32;
@@ -44,15 +40,8 @@ pub struct HolderPlace {
 /// How a server listens and what it allows.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Address or name that readers dial, IPv6 without brackets; announced as it is.
-    pub host: String,
-    /// Address to bind instead of `host`, for networks where readers dial a translated address.
-    /// Only here an unspecified address (all interfaces) is taken.
-    pub bind_host: Option<String>,
-    /// Ports to try, in order; `None`: the system assigns one.
-    pub port_range: Option<RangeInclusive<u16>>,
-    /// How many ports of the range all workers of this host need; for the error that says so.
-    pub ports_needed: u32,
+    /// Where; announced to readers.
+    pub address: ListenAddress,
     /// Most readers served at once.
     pub connections_max: usize,
     /// Longest time from connect to the reader's first frame, and for each begun frame to be
@@ -65,10 +54,12 @@ pub struct ServerOptions {
 impl Default for ServerOptions {
     fn default() -> Self {
         Self {
-            host: "127.0.0.1".into(),
-            bind_host: None,
-            port_range: None,
-            ports_needed: 1,
+            address: ListenAddress {
+                host: "127.0.0.1".into(),
+                bind_host: None,
+                port_range: None,
+                ports_needed: 1,
+            },
             connections_max: 256,
             frame_timeout: Duration::from_secs(10),
             stall_timeout: Duration::from_secs(30),
@@ -79,38 +70,9 @@ impl Default for ServerOptions {
 /// Why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// All interfaces were asked for by the advertised name, which no reader could dial.
-    #[error(
-        "{host} stands for all interfaces and cannot be dialled: advertise one address, and set \
-         the bind address apart if all are to be listened on"
-    )]
-    Unspecified {
-        /// The advertised host.
-        host: String,
-    },
-    /// The name or address is not one to listen on.
-    #[error("cannot listen on {host}: {error}")]
-    Listen {
-        /// Address tried.
-        host: String,
-        /// The system's answer.
-        error: io::Error,
-    },
-    /// Every port of the range is taken.
-    #[error(
-        "every port of {first}-{last} on {host} is taken: this host needs {needed}, one for each \
-         worker"
-    )]
-    PortRangeExhausted {
-        /// Address tried.
-        host: String,
-        /// First port of the range.
-        first: u16,
-        /// Last port of the range.
-        last: u16,
-        /// Ports that all workers of the host need.
-        needed: u32,
-    },
+    /// Its address or ports.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
     /// No thread or descriptor is left.
     #[error("cannot start the data listener: {0}")]
     Start(io::Error),
@@ -175,11 +137,10 @@ impl DataServer {
         page: Arc<LeasePage>,
         options: ServerOptions,
     ) -> Result<Self, ServeError> {
-        let listener = bind(&options)?;
+        let listener = listen_on(&options.address)?;
         let port = listener.local_addr().map_err(ServeError::Start)?.port();
-        listener.set_nonblocking(true).map_err(ServeError::Start)?;
         let endpoint = TcpEndpoint {
-            host: options.host.clone(),
+            host: options.address.host.clone(),
             port,
         };
         let shared = Arc::new(Shared {
@@ -260,56 +221,6 @@ impl Drop for DataServer {
     fn drop(&mut self) {
         self.shutdown();
     }
-}
-
-fn bind(options: &ServerOptions) -> Result<TcpListener, ServeError> {
-    let host = options.bind_host.as_ref().unwrap_or(&options.host);
-    let listen_error = |error| ServeError::Listen {
-        host: host.clone(),
-        error,
-    };
-    let addresses = resolve(host, 0, RESOLVE_TIMEOUT).map_err(listen_error)?;
-    if options.bind_host.is_none()
-        && addresses
-            .iter()
-            .any(|address| address.ip().is_unspecified())
-    {
-        return Err(ServeError::Unspecified { host: host.clone() });
-    }
-    let mut last_error = None;
-    for address in &addresses {
-        match bind_address(*address, options) {
-            Ok(Some(listener)) => return Ok(listener),
-            Ok(None) => {}
-            Err(error) => last_error = Some(error),
-        }
-    }
-    Err(match (last_error, &options.port_range) {
-        (Some(error), _) => listen_error(error),
-        (None, Some(range)) => ServeError::PortRangeExhausted {
-            host: host.clone(),
-            first: *range.start(),
-            last: *range.end(),
-            needed: options.ports_needed,
-        },
-        (None, None) => listen_error(io::ErrorKind::AddrInUse.into()),
-    })
-}
-
-/// Binds the first free port; `None` when every port is taken.
-fn bind_address(
-    mut address: SocketAddr,
-    options: &ServerOptions,
-) -> io::Result<Option<TcpListener>> {
-    for port in options.port_range.clone().unwrap_or(0..=0) {
-        address.set_port(port);
-        match TcpListener::bind(address) {
-            Ok(listener) => return Ok(Some(listener)),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(None)
 }
 
 /// The listener's thread: takes connections until the server stops, then waits for all of them.

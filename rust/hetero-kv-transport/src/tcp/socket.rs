@@ -13,10 +13,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
 
-use super::resolve::resolve;
 use crate::clock::{time_left, timespec};
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::SpanQueue;
+use crate::net::resolve::resolve;
 use crate::transport::Interrupt;
 use crate::waker::Waker;
 

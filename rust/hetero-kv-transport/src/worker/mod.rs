@@ -13,9 +13,7 @@ use std::time::Duration;
 use hetero_kv_core::failure::{Failure, FailureReason};
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, LeaseRef, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
-use hetero_kv_core::plan::{
-    BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes,
-};
+use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes};
 use hetero_kv_core::step::{LoadOrder, PeerId, StepOrders};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
@@ -195,11 +193,11 @@ impl WorkerSide {
         let memory = Arc::new(unsafe { LocalMemory::new(cache.regions().to_vec()) }?);
         let mut endpoints = Endpoints::default();
         let holder = if options.roles.producer {
-            let page =
-                Arc::new(LeasePage::new(options.lease_slots).map_err(WorkerError::Page)?);
+            let page = Arc::new(LeasePage::new(options.lease_slots).map_err(WorkerError::Page)?);
             let process = if options.offer_process {
-                let holder = crate::process::of_this_process(Arc::clone(&page), options.allow_ptracer)
-                    .map_err(WorkerError::Page)?;
+                let holder =
+                    crate::process::of_this_process(Arc::clone(&page), options.allow_ptracer)
+                        .map_err(WorkerError::Page)?;
                 endpoints.process = Some(holder.endpoint().clone());
                 Some(holder)
             } else {
@@ -302,7 +300,7 @@ impl WorkerSide {
             }
         }
         for load in orders.loads {
-            if let Err((load, failure)) = consumer.begin(&self.place, &self.card.cache, now, load) {
+            if let Err(failure) = consumer.begin(&self.place, &self.card.cache, now, &load) {
                 self.results.received.push(LoadReport {
                     request_id: load.request_id,
                     transfer_id: Some(load.transfer_id),
@@ -335,8 +333,7 @@ impl WorkerSide {
     /// Waits on an empty step while something is pending, at most `timeout`; a finished read ends
     /// the wait. The engine would otherwise take empty steps as fast as it can.
     pub fn wait(&self, timeout: Duration) {
-        if self.pending == 0 || !self.results.sent.is_empty() || !self.results.received.is_empty()
-        {
+        if self.pending == 0 || !self.results.sent.is_empty() || !self.results.received.is_empty() {
             return;
         }
         match &self.consumer {
@@ -362,7 +359,10 @@ impl WorkerSide {
     /// Figures for metrics.
     pub fn figures(&self) -> WorkerFigures {
         WorkerFigures {
-            reader: self.consumer.as_ref().map(|consumer| consumer.reader.stats()),
+            reader: self
+                .consumer
+                .as_ref()
+                .map(|consumer| consumer.reader.stats()),
             server: self
                 .holder
                 .as_ref()
@@ -414,17 +414,14 @@ impl ConsumerRank {
         place: &WorkerPlace,
         cache: &RankCache,
         now: Time,
-        order: LoadOrder,
-    ) -> Result<(), (LoadOrder, Failure)> {
-        let (job, load) = match self.plan(place, cache, now, &order) {
-            Ok(planned) => planned,
-            Err(failure) => return Err((order, failure)),
-        };
+        order: &LoadOrder,
+    ) -> Result<(), Failure> {
+        let (job, load) = self.plan(place, cache, now, order)?;
         let id = job.id;
-        if let Err(error) = self.reader.submit(job) {
-            return Err((order, Failure::new(FailureReason::Transport, error.to_string())));
-        }
-        self.by_request.insert(order.request_id, id);
+        self.reader
+            .submit(job)
+            .map_err(|error| Failure::new(FailureReason::Transport, error.to_string()))?;
+        self.by_request.insert(order.request_id.clone(), id);
         self.loads.insert(id, load);
         Ok(())
     }
@@ -442,7 +439,9 @@ impl ConsumerRank {
             .get(&order.peer)
             .ok_or_else(|| refuse("the peer's card is not known".into()))?;
         if order.source_blocks.len() != order.dest_blocks.len() {
-            return Err(refuse("as many source as destination blocks are needed".into()));
+            return Err(refuse(
+                "as many source as destination blocks are needed".into(),
+            ));
         }
         let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
             .map_err(|error| refuse(error.to_string()))?;
@@ -469,8 +468,8 @@ impl ConsumerRank {
             .iter()
             .map(|(tp_rank, worker)| (*tp_rank, &worker.cache))
             .collect();
-        let runs = expand(&plan, cache, &caches, &blocks)
-            .map_err(|error| refuse(error.to_string()))?;
+        let runs =
+            expand(&plan, cache, &caches, &blocks).map_err(|error| refuse(error.to_string()))?;
         let owner = Owner {
             engine: layout.from.engine.clone(),
             incarnation: layout.from.incarnation,

@@ -18,6 +18,7 @@ use hetero_kv_core::wire::card::Endpoints;
 use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
 use hetero_kv_transport::lease_page::LeasePage;
+use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::process;
 use hetero_kv_transport::reader::{
     JobDone, ReadJob, ReadPiece, Reader, ReaderOptions, TransportChoice,
@@ -137,8 +138,11 @@ fn holder_process() {
         memory,
         Arc::clone(&page),
         ServerOptions {
-            host: config.host.clone(),
-            port_range: range,
+            address: ListenAddress {
+                host: config.host.clone(),
+                port_range: range,
+                ..ServerOptions::default().address
+            },
             connections_max: config.connections_max,
             frame_timeout: Duration::from_millis(config.frame_timeout_ms),
             ..ServerOptions::default()
@@ -267,6 +271,12 @@ impl Holder {
         let pid = rustix::process::Pid::from_child(&self.child);
         let signal = rustix::process::Signal::from_named_raw(signal).expect("a named signal");
         rustix::process::kill_process(pid, signal).expect("the holder is our child");
+    }
+
+    /// Ends the process and waits until it has ended.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("the holder is our child");
+        self.child.wait().expect("the holder is our child");
     }
 
     /// The same rank, dialled somewhere else.

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use hetero_kv_core::memory::Run;
 use hetero_kv_transport::clock::now;
+use hetero_kv_transport::error::ReadFailureKind;
 use hetero_kv_transport::lease_page::LeasePage;
-use hetero_kv_transport::reader::SubmitError;
+use hetero_kv_transport::reader::{SubmitError, TransportChoice};
 use hetero_kv_transport::tcp::{DataServer, ServerOptions};
 use hetero_kv_transport::transport::TransportName;
 use rustix::time::{ClockId, clock_gettime};
@@ -54,6 +55,15 @@ fn an_idle_reader_and_server_use_no_processor() {
 #[test]
 fn a_forked_child_gets_a_clear_error() {
     in_own_process("hygiene::fork");
+}
+
+#[test]
+fn another_user_is_told_what_forbids_the_read() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    in_own_process("hygiene::as_another_user");
 }
 
 fn descriptors() -> usize {
@@ -149,6 +159,38 @@ fn idle_cost() {
     assert_eq!(brief.stats().sessions, 0);
     brief.submit(job(2, &holder.source, &[RUN])).expect("taken");
     wait_one(&brief).outcome.expect("read by a new session");
+}
+
+#[test]
+#[ignore = "a process that another test starts"]
+fn as_another_user() {
+    let holder = Holder::start(HolderConfig::default());
+    let buffers = [Buffer::new(4096, 0)];
+    let nobody: libc::uid_t = 65_534;
+    // SAFETY: the call changes this process's ids and touches no memory.
+    assert_eq!(unsafe { libc::setresuid(nobody, nobody, 0) }, 0);
+    let only = reader(&buffers, TransportName::Process);
+    only.submit(job(1, &holder.source, &[RUN])).expect("taken");
+    let failure = wait_one(&only).outcome.expect_err("not permitted");
+    assert_eq!(failure.kind, ReadFailureKind::Unreachable, "{failure}");
+    assert!(
+        failure.text.contains("of uid 0, this one of uid 65534"),
+        "{failure}"
+    );
+    let either = reader_with(&buffers, TransportName::Tcp, |options| {
+        options.choice = TransportChoice::Auto;
+    });
+    either
+        .submit(job(1, &holder.source, &[RUN]))
+        .expect("taken");
+    let done = wait_one(&either);
+    done.outcome.expect("read by tcp");
+    assert_eq!(done.reads[0].transport, Some(TransportName::Tcp));
+    let why = either.stats().peers.remove(0).why;
+    assert!(why.contains("run both as one user"), "{why}");
+    // The holder is root's and can be ended by root only.
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::setresuid(0, 0, 0) }, 0);
 }
 
 #[test]

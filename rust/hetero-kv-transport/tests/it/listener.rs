@@ -9,17 +9,20 @@ use std::time::Duration;
 use hetero_kv_core::ids::{DpRank, Epoch, Incarnation, PpRank, Slot, TpRank};
 use hetero_kv_core::memory::Run;
 use hetero_kv_core::wire::data::{
-    Attach, Attached, FETCH_BYTES_MAX, FETCH_RUNS_MAX, Fetch, FetchEnd, FetchStatus, SourceRun,
+    Attach, Attached, FETCH_BYTES_MAX, FETCH_RUNS_MAX, Fetch, FetchData, FetchEnd, FetchStatus,
+    SourceRun,
 };
 use hetero_kv_core::wire::{HEADER_BYTES, Header, Kind, decode, encode};
+use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
 use hetero_kv_transport::lease_page::LeasePage;
+use hetero_kv_transport::net::listen::{ListenAddress, ListenError};
 use hetero_kv_transport::tcp::{DataServer, ServeError, ServerOptions};
 use hetero_kv_transport::transport::{Source, TransportName};
 
 use super::buffer::{Buffer, check_exact, register};
 use super::holder::{
-    Holder, HolderConfig, Order, engine, failure_kind, job, reader, route, wait_one,
+    Holder, HolderConfig, Order, engine, failure_kind, job, reader, reader_with, route, wait_one,
 };
 
 fn run(bytes: u64) -> [Run; 1] {
@@ -302,6 +305,123 @@ fn ipv6_and_host_names_work() {
     }
 }
 
+/// A holder that answers with these frames, whatever it is asked, and then waits.
+fn scripted(answers: Vec<Vec<u8>>) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("bound").port();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            for answer in &answers {
+                let mut asked = [0; 4096];
+                // The reader hangs up in the middle of some scripts.
+                if stream.read(&mut asked).is_err() || stream.write_all(answer).is_err() {
+                    break;
+                }
+            }
+            thread::spawn(move || stream.read_to_end(&mut Vec::new()));
+        }
+    });
+    port
+}
+
+/// Whatever a holder answers: the job fails in time and nothing hangs.
+#[test]
+fn a_holder_that_breaks_the_protocol_fails_the_job() {
+    let holder = Holder::start(HolderConfig::default());
+    let region_bytes: Vec<u64> = holder.source.regions.iter().map(|r| r.bytes).collect();
+    let attached = encode(Kind::Attached, &Attached { region_bytes }).expect("small");
+    let other = Attached {
+        region_bytes: vec![5],
+    };
+    let data = |id, bytes| encode(Kind::FetchData, &FetchData { id, bytes }).expect("small");
+    let end = |id| {
+        let end = FetchEnd {
+            id,
+            status: FetchStatus::Ok,
+            text: String::new(),
+        };
+        encode(Kind::FetchEnd, &end).expect("small")
+    };
+    let cases = [
+        ("silence", vec![], ReadFailureKind::Unreachable),
+        (
+            "http",
+            vec![b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec()],
+            ReadFailureKind::Unreachable,
+        ),
+        (
+            "4 GiB announced",
+            vec![[b'h', b'K', 1, 33, 255, 255, 255, 255].to_vec()],
+            ReadFailureKind::Unreachable,
+        ),
+        ("an end at once", vec![end(0)], ReadFailureKind::Unreachable),
+        (
+            "other regions",
+            vec![encode(Kind::Attached, &other).expect("small")],
+            ReadFailureKind::Refused,
+        ),
+        (
+            "no bytes",
+            vec![attached.clone(), end(0)],
+            ReadFailureKind::PeerLost,
+        ),
+        (
+            "bytes of another fetch",
+            vec![attached.clone(), data(7, 4096)],
+            ReadFailureKind::PeerLost,
+        ),
+        (
+            "too many bytes",
+            vec![attached.clone(), data(0, 4097)],
+            ReadFailureKind::PeerLost,
+        ),
+        (
+            "bytes twice",
+            vec![
+                attached.clone(),
+                [data(0, 4096), vec![0; 4096], data(0, 4096)].concat(),
+            ],
+            ReadFailureKind::PeerLost,
+        ),
+        (
+            "garbage",
+            vec![attached.clone(), vec![0; 64]],
+            ReadFailureKind::PeerLost,
+        ),
+        (
+            "silence after the attach",
+            vec![attached.clone()],
+            ReadFailureKind::Deadline,
+        ),
+        (
+            "half of the bytes",
+            vec![attached, [data(0, 4096), vec![0; 2048]].concat()],
+            ReadFailureKind::Deadline,
+        ),
+    ];
+    for (name, answers, kind) in cases {
+        // The memory behind the run is watched: nothing is written past it.
+        let buffers = [Buffer::new(8192, 0)];
+        let reader = reader_with(&buffers, TransportName::Tcp, |options| {
+            options.connect_timeout = Duration::from_millis(300);
+        });
+        let source = holder.via(scripted(answers));
+        let mut job = job(1, &source, &run(4096));
+        job.deadline = now() + Duration::from_millis(1500);
+        reader.submit(job).expect("taken");
+        let done = wait_one(&reader);
+        let failure = done.outcome.expect_err("no holder");
+        // Ids count on over reconnects, so a script for fetch 0 may fail as another.
+        assert_eq!(failure.kind, kind, "{name}: {failure}");
+        assert!(done.elapsed < Duration::from_secs(3), "{name}");
+        assert!(
+            buffers[0].copied()[4096..].iter().all(|&byte| byte == 0),
+            "{name}"
+        );
+    }
+}
+
 fn serve(options: ServerOptions) -> Result<DataServer, ServeError> {
     let page = Arc::new(LeasePage::new(1).expect("mapped"));
     DataServer::start(register(&[]), page, options)
@@ -318,8 +438,11 @@ fn each_server_takes_the_next_free_port_until_the_range_is_exhausted() {
     });
     let first = first.expect("three free ports in a row");
     let options = ServerOptions {
-        port_range: Some(first..=first + 2),
-        ports_needed: 4,
+        address: ListenAddress {
+            port_range: Some(first..=first + 2),
+            ports_needed: 4,
+            ..ServerOptions::default().address
+        },
         ..ServerOptions::default()
     };
     let servers: Vec<DataServer> = (0..3)
@@ -332,7 +455,10 @@ fn each_server_takes_the_next_free_port_until_the_range_is_exhausted() {
     assert_eq!(ports, [first, first + 1, first + 2]);
     let error = serve(options.clone()).expect_err("no port is left");
     assert!(
-        matches!(error, ServeError::PortRangeExhausted { needed: 4, .. }),
+        matches!(
+            error,
+            ServeError::Listen(ListenError::PortRangeExhausted { needed: 4, .. })
+        ),
         "{error}"
     );
     let text = error.to_string();
@@ -343,21 +469,25 @@ fn each_server_takes_the_next_free_port_until_the_range_is_exhausted() {
 
 #[test]
 fn addresses_that_cannot_be_served_are_refused_in_words() {
-    let host = |host: &str| ServerOptions {
-        host: host.into(),
+    let at = |host: &str, bind_host: Option<&str>| ServerOptions {
+        address: ListenAddress {
+            host: host.into(),
+            bind_host: bind_host.map(Into::into),
+            ..ServerOptions::default().address
+        },
         ..ServerOptions::default()
     };
     for all in ["0.0.0.0", "::"] {
-        let error = serve(host(all)).expect_err("all interfaces");
-        assert!(matches!(error, ServeError::Unspecified { .. }), "{error}");
+        let error = serve(at(all, None)).expect_err("all interfaces");
+        assert!(
+            matches!(error, ServeError::Listen(ListenError::Unspecified { .. })),
+            "{error}"
+        );
     }
     // 192.0.2.0/24 is reserved for documentation (RFC 5737): no host has it.
-    let error = serve(host("192.0.2.1")).expect_err("not ours");
+    let error = serve(at("192.0.2.1", None)).expect_err("not ours");
     assert!(error.to_string().contains("192.0.2.1"), "{error}");
-    let told = ServerOptions {
-        bind_host: Some("0.0.0.0".into()),
-        ..host("192.0.2.1")
-    };
-    let server = serve(told).expect("all interfaces were asked for");
+    let told = serve(at("192.0.2.1", Some("0.0.0.0")));
+    let server = told.expect("all interfaces were asked for");
     assert_eq!(server.endpoint().host, "192.0.2.1");
 }

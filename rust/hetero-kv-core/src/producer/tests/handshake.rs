@@ -3,6 +3,8 @@
 use super::*;
 use crate::testing::fields;
 
+type Change = fn(&mut Hello);
+
 fn refused(change: impl FnOnce(&mut Hello)) -> (Reject, Producer) {
     let mut p = producer();
     let mut hello = hello("decode", 100, 1);
@@ -22,7 +24,7 @@ fn refused(change: impl FnOnce(&mut Hello)) -> (Reject, Producer) {
 
 #[test]
 fn each_refusal_names_what_differs_and_both_values() {
-    let cases: [(fn(&mut Hello), RejectCode, &[&str]); 5] = [
+    let cases: [(Change, RejectCode, &[&str]); 5] = [
         (
             |h| h.versions = (2, 3),
             RejectCode::Version,

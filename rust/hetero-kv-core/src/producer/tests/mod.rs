@@ -7,7 +7,8 @@ mod leases;
 use super::*;
 use crate::ids::{EngineId, Incarnation};
 use crate::testing::{at, cards, common_fields, identity, lease_times, prompt, secs, transfer};
-use crate::wire::message::Renew;
+use crate::wire::WIRE_VERSION;
+use crate::wire::message::{Accept, Ack, Claim, Granted, Hello, Renew};
 
 pub(super) const D: ConnectionId = ConnectionId(1);
 
@@ -110,18 +111,18 @@ pub(super) fn renew(p: &mut Producer, now: Time, from: ConnectionId, n: u8) -> M
 
 #[track_caller]
 pub(super) fn assert_granted(answer: &Message, granted_ms: u64) {
-    match answer {
-        Message::Granted(granted) => assert_eq!(granted.granted_ms, granted_ms),
-        other => panic!("{other:?}"),
-    }
+    let Message::Granted(granted) = answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(granted.granted_ms, granted_ms);
 }
 
 #[track_caller]
 pub(super) fn assert_gone(answer: &Message, reason: GoneReason) {
-    match answer {
-        Message::Gone(gone) => assert_eq!(gone.reason, reason),
-        other => panic!("{other:?}"),
-    }
+    let Message::Gone(gone) = answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(gone.reason, reason);
 }
 
 /// Request ids of the releases ordered since the last call.

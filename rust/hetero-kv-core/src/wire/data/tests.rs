@@ -45,14 +45,14 @@ fn golden_bytes() {
             tp_rank: TpRank(2),
             pp_rank: PpRank(0),
         },
-        "GOLDEN_ATTACH",
+        "684b01203700000085a6656e67696e65a5705f647031ab696e6361726e6174696f6eccaba764705f72616e6b01a774705f72616e6b02a770705f72616e6b00",
     );
     check_golden(
         Kind::Attached,
         &Attached {
             region_bytes: vec![1 << 20, 12],
         },
-        "GOLDEN_ATTACHED",
+        "684b01211500000081ac726567696f6e5f627974657392ce001000000c",
     );
     check_golden(
         Kind::AttachRefused,
@@ -60,13 +60,17 @@ fn golden_bytes() {
             code: AttachRefusal::Incarnation,
             text: "started anew".into(),
         },
-        "GOLDEN_REFUSED",
+        "684b01252400000082a4636f6465ab696e6361726e6174696f6ea474657874ac7374617274656420616e6577",
     );
-    check_golden(Kind::Fetch, &fetch(), "GOLDEN_FETCH");
+    check_golden(
+        Kind::Fetch,
+        &fetch(),
+        "684b01222800000084a2696407a4736c6f7403a565706f6368cd012ca472756e73929300ce00010000cd100093010105",
+    );
     check_golden(
         Kind::FetchData,
         &FetchData { id: 7, bytes: 4101 },
-        "GOLDEN_DATA",
+        "684b01230e00000082a2696407a56279746573cd1005",
     );
     check_golden(
         Kind::FetchEnd,
@@ -75,24 +79,31 @@ fn golden_bytes() {
             status: FetchStatus::LeaseGone,
             text: String::new(),
         },
-        "GOLDEN_END",
+        "684b01241d00000083a2696407a6737461747573aa6c656173655f676f6e65a474657874a0",
     );
 }
 
 #[test]
-fn the_largest_fetch_fits_the_frame_limit() {
-    let largest = Fetch {
+fn the_largest_messages_fit_the_frame_limit() {
+    let fetch = Fetch {
         id: u64::MAX,
         slot: Slot(u32::MAX),
         epoch: Epoch(u64::MAX),
         runs: vec![SourceRun(u32::MAX, u64::MAX, u64::MAX); FETCH_RUNS_MAX],
     };
-    let bytes = encode(Kind::Fetch, &largest).expect("under the frame limit");
-    let payload_bytes = bytes.len() - HEADER_BYTES;
-    assert!(
-        payload_bytes <= DATA_FRAME_BYTES_MAX,
-        "{payload_bytes} bytes"
-    );
+    let attached = Attached {
+        region_bytes: vec![u64::MAX; 4096],
+    };
+    for bytes in [
+        encode(Kind::Fetch, &fetch).expect("under the frame limit"),
+        encode(Kind::Attached, &attached).expect("under the frame limit"),
+    ] {
+        let payload_bytes = bytes.len() - HEADER_BYTES;
+        assert!(
+            payload_bytes <= DATA_FRAME_BYTES_MAX,
+            "{payload_bytes} bytes"
+        );
+    }
 }
 
 #[test]

@@ -93,7 +93,7 @@ fn each_key_missing_or_of_a_wrong_type_is_named() {
 }
 
 #[test]
-fn huge_values_are_bounded() {
+fn huge_and_odd_values_are_refused() {
     let cases = [
         ("tp_size", json!(1_000_000_000u64)),
         ("remote_port", json!(65_536)),
@@ -110,6 +110,10 @@ fn huge_values_are_bounded() {
         ),
         ("remote_block_ids", json!([[4_294_967_296u64]])),
         ("remote_incarnation", json!("11112222333344445")),
+        ("remote_incarnation", json!("1234")),
+        ("remote_incarnation", json!("+000000000001234")),
+        ("remote_host", json!("p0\nforged log line")),
+        ("remote_request_id", json!("a\u{0}b")),
     ];
     for (field, value) in cases {
         let mut params = sample().to_json();

@@ -1,0 +1,86 @@
+//! A client's request up to the point where it may go to an engine.
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, header};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use crate::app::App;
+use crate::openai::Route;
+use crate::openai::error::ApiError;
+use crate::openai::request::{Request, RequestError};
+
+/// Reads the client's body within the limits of size and time.
+pub(crate) async fn body(
+    app: &App,
+    headers: &HeaderMap,
+    mut body: Incoming,
+    deadline: Instant,
+) -> Result<Bytes, ApiError> {
+    let encoded = headers
+        .get(header::CONTENT_ENCODING)
+        .is_some_and(|coding| coding != "identity");
+    if encoded {
+        return Err(ApiError::new(
+            415,
+            "content_encoding",
+            "a compressed request body is not supported",
+        ));
+    }
+    let max = app.config.body_bytes_max;
+    let too_large = || {
+        ApiError::new(
+            413,
+            "body_too_large",
+            format!("the request body is larger than {max} bytes"),
+        )
+    };
+    let declared = http_body::Body::size_hint(&body).lower();
+    if declared > max {
+        return Err(too_large());
+    }
+    // A declared length is a claim: only the first part of it is set aside unseen.
+    let mut whole = BytesMut::with_capacity(declared.min(256 << 10) as usize);
+    loop {
+        let frame = timeout_at(
+            deadline,
+            timeout(app.config.body_read_timeout, body.frame()),
+        )
+        .await;
+        let Ok(Ok(frame)) = frame else {
+            return Err(ApiError::new(
+                408,
+                "body_timeout",
+                "the request body did not come in time",
+            ));
+        };
+        let Some(frame) = frame else { break };
+        let frame = frame
+            .map_err(|_| ApiError::new(400, "body_broken", "the request body is not valid HTTP"))?;
+        if let Ok(data) = frame.into_data() {
+            if whole.len() as u64 + data.len() as u64 > max {
+                return Err(too_large());
+            }
+            whole.extend_from_slice(&data);
+        }
+    }
+    Ok(whole.freeze())
+}
+
+/// The body as a request, or the 400 that names what is wrong with it.
+pub(crate) fn parse(body: Bytes, route: Route) -> Result<Request, ApiError> {
+    Request::parse(body, route).map_err(|error| bad_request(&error))
+}
+
+fn bad_request(error: &RequestError) -> ApiError {
+    let code = match error {
+        RequestError::Syntax(_) => "invalid_json",
+        RequestError::Duplicate(_) => "duplicate_field",
+        RequestError::Field { .. } => "invalid_field",
+        RequestError::ForeignParams => "kv_transfer_params_not_allowed",
+    };
+    let mut answer = ApiError::new(400, code, error.to_string());
+    answer.param = error.field().map(str::to_owned);
+    answer
+}

@@ -1,0 +1,71 @@
+"""The process of one rank: a worker side over memory that numpy owns."""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hetero_kv import _core
+
+from .caches import Model, RankMemory, Style
+
+
+def process_figures() -> dict[str, int]:
+    """Threads, descriptors and resident KiB of this process."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        resident = next(line for line in status if line.startswith("VmRSS"))
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        # One is the listing's own.
+        "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+        "rss_kib": int(resident.split()[1]),
+    }
+
+
+def main(
+    engine: Connection, test: Connection, options: dict[str, Any], model: Model, style: Style,
+    seed: int,
+) -> None:
+    """Serves one engine and one test until the test closes its end."""
+    _core.init_logging(os.environ.get("HETERO_KV_LOG", "off"))
+    memory = RankMemory.allocate(model, style, options["engine"]["tp_size"], options["tp_rank"])
+    memory.fill_all(seed + options["tp_rank"])
+    try:
+        worker = _core.Worker(json.dumps(options), json.dumps(memory.describe()))
+    except Exception as error:
+        engine.send(("failed", repr(error)))
+        return
+    engine.send(("card", worker.card()))
+    sources: list[Connection] = [engine, test]
+    while test in sources:
+        for ready in wait(sources):
+            assert isinstance(ready, Connection)
+            try:
+                command, *arguments = ready.recv()
+            except (EOFError, ConnectionResetError):
+                # Without its engine a rank stays what it is, as vLLM's workers do for a moment.
+                sources.remove(ready)
+                continue
+            if command == "step":
+                orders, fills, wait_ms = arguments
+                worker.step(orders)
+                if wait_ms:
+                    worker.wait(wait_ms)
+                for generation, blocks in fills:
+                    memory.fill_blocks(seed, generation, blocks)
+                sent, reports = worker.take_results()
+                ready.send((sent, [json.loads(report) for report in reports]))
+            elif command == "snapshot":
+                ready.send([region.tobytes() for region in memory.regions])
+            elif command == "scribble":
+                (blocks,) = arguments
+                memory.fill_blocks(999, 999, blocks)
+                ready.send(None)
+            elif command == "figures":
+                ready.send({**json.loads(worker.figures()), **process_figures()})
+            elif command == "shutdown":
+                ready.send(worker.shutdown(10.0))
+            else:
+                raise AssertionError(command)

@@ -1,0 +1,159 @@
+"""Every byte that a decode rank holds after a load, for pairs of unlike layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from .caches import ODD, PADDED, PLAIN, Model, Style
+from .conftest import MakeEngine
+from .harness import Engine, tokens
+
+GQA = Model(kv_heads=4)
+# What vLLM's CPU attention stores: pages that can be cut by block and head only.
+OPAQUE = Model(kv_heads=4, parts=1, opaque=True)
+MLA = Model(kv_heads=0, parts=1, token_bytes=72)
+
+PAIRS = [
+    pytest.param(GQA, 1, 1, PLAIN, PADDED, id="gqa4-1-1"),
+    pytest.param(GQA, 1, 2, PADDED, ODD, id="gqa4-1-2"),
+    pytest.param(OPAQUE, 2, 1, PADDED, ODD, id="gqa4-2-1-opaque"),
+    pytest.param(Model(kv_heads=8), 4, 2, PLAIN, PADDED, id="gqa8-4-2"),
+    pytest.param(Model(kv_heads=8), 2, 4, ODD, PLAIN, id="gqa8-2-4"),
+    pytest.param(GQA, 8, 1, PLAIN, PADDED, id="gqa4-8-1-replicated"),
+    pytest.param(GQA, 1, 8, PADDED, PLAIN, id="gqa4-1-8-replicated"),
+    pytest.param(Model(kv_heads=2), 4, 2, ODD, PADDED, id="gqa2-4-2-replicated"),
+    pytest.param(Model(kv_heads=2), 8, 4, PLAIN, ODD, id="gqa2-8-4-replicated-twice"),
+    pytest.param(MLA, 2, 1, PADDED, PLAIN, id="mla-2-1"),
+    pytest.param(MLA, 1, 2, PLAIN, ODD, id="mla-1-2"),
+    pytest.param(MLA, 8, 1, ODD, PADDED, id="mla-8-1"),
+]
+
+# One token moves nothing; the others end inside, at and behind a block.
+PROMPTS = [1, 2, 3, 4, 5, 6, 10, 33]
+
+
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize(("model", "tp_p", "tp_d", "style_p", "style_d"), PAIRS)
+def test_every_byte(
+    make_engine: MakeEngine,
+    model: Model,
+    tp_p: int,
+    tp_d: int,
+    style_p: Style,
+    style_d: Style,
+    transport: str,
+) -> None:
+    settings = {"transport": transport}
+    p = make_engine("p", model, tp_p, producer=True, style=style_p, settings=settings)
+    d = make_engine("d", model, tp_d, producer=False, style=style_d, settings=settings)
+    for salt, count in enumerate(PROMPTS):
+        request = d.decode(p.prefill(tokens(count, salt)))
+        if count == 1:
+            d.wait_event("local", request.request_id)
+            continue
+        load = d.loaded(request)
+        assert load.ok, load.text
+        _check_counts(model, tp_d, load.reports, model.blocks_for(count - 1), transport)
+        d.wait_event("finished", request.request_id)
+    d.check_bytes()
+    # What a producer has handed off, nobody has written.
+    p.assert_clean()
+    d.assert_clean()
+
+
+def _check_counts(
+    model: Model, tp_d: int, reports: list[dict[str, object]], blocks: int, transport: str
+) -> None:
+    for tp_rank, report in enumerate(reports):
+        wanted = len(model.heads_of(tp_d, tp_rank)) * model.head_bytes * blocks
+        sources = report["sources"]
+        assert isinstance(sources, list)
+        assert sum(source["bytes"] for source in sources) == report["planned_bytes"] == wanted
+        assert {source["transport"] for source in sources} == {transport}
+
+
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+def test_a_local_prefix_is_left_alone(make_engine: MakeEngine, transport: str) -> None:
+    p, d = _pair(make_engine, 2, 1, transport)
+    for salt, (count, computed) in enumerate([(10, 4), (33, 16), (9, 8), (34, 32), (8, 4)]):
+        request = d.decode(p.prefill(tokens(count, salt)), computed=computed)
+        if computed == count - 1:
+            # All that could come from outside is here; the holder only hears that.
+            d.wait_event("local", request.request_id)
+            continue
+        load = d.loaded(request)
+        assert load.ok, load.text
+        blocks = GQA.blocks_for(count - 1) - computed // GQA.block_size
+        assert len(load.dest) == blocks
+        assert load.bytes_read == 4 * GQA.head_bytes * blocks
+    d.check_bytes()
+    p.assert_clean()
+    d.assert_clean()
+
+
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+def test_32_requests_at_once(make_engine: MakeEngine, transport: str) -> None:
+    p, d = _pair(make_engine, 2, 4, transport)
+    started = [p.start_prefill(tokens(2 + i % 9, i)) for i in range(32)]
+    requests = [d.decode(p.finish_prefill(*one)) for one in started]
+    loads = [d.loaded(request) for request in requests]
+    assert [load.text for load in loads if not load.ok] == []
+    d.check_bytes()
+    p.assert_clean()
+    d.assert_clean()
+
+
+def test_two_producers(make_engine: MakeEngine) -> None:
+    """Each prompt comes from the engine that its params name; their ranks are kept apart."""
+    ps = [
+        make_engine(f"p{i}", GQA, tp, producer=True, style=style, dp_rank=i)
+        for i, (tp, style) in enumerate([(1, PLAIN), (4, ODD)])
+    ]
+    d = make_engine("d", GQA, 2, producer=False)
+    requests = [d.decode(ps[i % 2].prefill(tokens(5 + i, i))) for i in range(8)]
+    for i, request in enumerate(requests):
+        load = d.loaded(request)
+        assert load.ok, load.text
+        for report in load.reports:
+            assert report["engine"] == f"p{i % 2}"
+            assert {source["dp"] for source in report["sources"]} == {i % 2}
+    d.check_bytes()
+    for engine in [*ps, d]:
+        engine.assert_clean()
+
+
+def test_equal_holders_share_the_reads(make_engine: MakeEngine) -> None:
+    p = make_engine("p", MLA, 4, producer=True)
+    d = make_engine("d", MLA, 2, producer=False)
+    read = [set[int](), set[int]()]
+    for salt in range(24):
+        load = d.loaded(d.decode(p.prefill(tokens(9, salt))))
+        first, second = load.sources
+        assert len(first) == len(second) == 1
+        assert first != second, "the ranks of one transfer stand on different holders"
+        read[0] |= first
+        read[1] |= second
+    assert read == [{0, 1, 2, 3}] * 2
+    d.check_bytes()
+    p.assert_clean()
+    d.assert_clean()
+
+
+def test_unequal_opaque_pages_are_refused_by_layer(make_engine: MakeEngine) -> None:
+    """Handshake fields that hide a difference do not make wrong bytes of it."""
+    p = make_engine("p", GQA, 1, producer=True)
+    d = make_engine("d", Model(kv_heads=4, opaque=True), 1, producer=False)
+    load = d.loaded(d.decode(p.prefill(tokens(9))))
+    assert load.reasons == {"plan"}
+    assert "rows" in load.text
+    assert load.bytes_read == 0
+    for engine in (p, d):
+        engine.assert_clean()
+
+
+def _pair(make_engine: MakeEngine, tp_p: int, tp_d: int, transport: str) -> tuple[Engine, Engine]:
+    settings = {"transport": transport}
+    return (
+        make_engine("p", GQA, tp_p, producer=True, settings=settings),
+        make_engine("d", GQA, tp_d, producer=False, settings=settings),
+    )
