@@ -213,7 +213,7 @@ class Settings:
         known = self._values.keys()
         if (
             known >= {"peer_silence_s", "heartbeat_s"}
-            and self["peer_silence_s"] < 3 * self["heartbeat_s"]
+            and self["peer_silence_s"] + 1e-9 < 3 * self["heartbeat_s"]
         ):
             faults.append("peer_silence_s: must be at least three times heartbeat_s")
         if known >= {"margin_ms", "lease_s"} and self["margin_ms"] / 1e3 >= self["lease_s"] / 2:

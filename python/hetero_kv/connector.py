@@ -7,6 +7,7 @@ What vLLM promises about these hooks is written, and tested, in ``docs/vllm-cont
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hetero_kv import _core
 from hetero_kv.config import Settings
 from hetero_kv.engine import describe_engine, log_filter
+from hetero_kv.metadata import HeteroKVMetadata
 from hetero_kv.scheduler import SchedulerConnector
 from hetero_kv.stats import HeteroKVPromMetrics, HeteroKVStats
 from hetero_kv.worker import WorkerConnector
@@ -116,6 +118,12 @@ class HeteroKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker_side.get_handshake_metadata()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # vLLM may run the forward pass before it starts the loads that these orders name.
+        assert isinstance(connector_metadata, HeteroKVMetadata)
+        connector_metadata.received_at = time.monotonic()
+        super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker_side.start_load_kv(self._get_connector_metadata(), forward_context)

@@ -27,6 +27,8 @@ class HeteroKVMetadata(KVConnectorMetadata):
 
     orders: bytes
     """Encoded by the core."""
+    received_at: float = 0.0
+    """Worker side: when it came (``time.monotonic()``); times in the orders count from here."""
     flip_blocks: list[int] = field(default_factory=list)
     """Fault injection: blocks whose bytes the worker flips after the forward pass."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 from hetero_kv import _core
@@ -77,7 +78,7 @@ class WorkerConnector:
         come back at once and starve the peer it waits for, so it may wait a moment."""
         if self._core is None or not metadata.orders:
             return
-        self._core.step(metadata.orders)
+        self._core.step(metadata.orders, time.monotonic() - metadata.received_at)
         if self._wait_ms and forward_context.attn_metadata is None:
             self._core.wait(self._wait_ms)
 

@@ -24,6 +24,24 @@ def process_figures() -> dict[str, int]:
     }
 
 
+def listening_port() -> int | None:
+    """The port that this process listens on, as the kernel sees it (``/proc/net/tcp``, state 0A)."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    with open("/proc/net/tcp", encoding="ascii") as table:
+        for line in table.readlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in inodes:
+                return int(columns[1].rpartition(":")[2], 16)
+    return None
+
+
 def main(
     engine: Connection, test: Connection, options: dict[str, Any], model: Model, style: Style,
     seed: int,
@@ -50,7 +68,7 @@ def main(
                 continue
             if command == "step":
                 orders, fills, wait_ms = arguments
-                worker.step(orders)
+                worker.step(orders, 0.0)
                 if wait_ms:
                     worker.wait(wait_ms)
                 for generation, blocks in fills:
@@ -63,6 +81,8 @@ def main(
                 (blocks,) = arguments
                 memory.fill_blocks(999, 999, blocks)
                 ready.send(None)
+            elif command == "data_port":
+                ready.send(listening_port())
             elif command == "figures":
                 ready.send({**json.loads(worker.figures()), **process_figures()})
             elif command == "shutdown":

@@ -53,33 +53,43 @@ def test_indivisible_tp_sizes_are_refused(make_engine: MakeEngine) -> None:
         engine.assert_clean()
 
 
-def test_wrong_engine_at_the_port(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason", "field", "words"),
+    [
+        ({"remote_port": "other"}, "pair_refused", "remote_engine_id", ["p0", "p1"]),
+        ({"remote_port": "free"}, "unreachable", "", ["127.0.0.1", "refused"]),
+        ({"remote_host": "host.invalid"}, "unreachable", "", ["host.invalid"]),
+        ({"remote_incarnation": "0" * 16}, "pair_refused", "remote_incarnation", ["0" * 16]),
+        ({"remote_engine_id": "d"}, "bad_params", "remote_engine_id", ["names this engine"]),
+        ({"tp_size": 2}, "bad_params", "tp_size", ["is 2", "has 1"]),
+        ({"remote_dp_rank": 5}, "bad_params", "remote_dp_rank", ["is 5", "has 0"]),
+        ({"lease_epoch": 999}, "lease_gone", "", ["Foreign"]),
+        ({"transfer_id": "ab" * 16}, "lease_gone", "", ["Unknown"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_params_that_name_something_else(
+    make_engine: MakeEngine, change: dict[str, Any], reason: str, field: str, words: list[str]
+) -> None:
     ps = [make_engine(f"p{i}", GQA, producer=True) for i in range(2)]
     d = make_engine("d", GQA, producer=False)
     prefill = ps[0].prefill(tokens(9))
     assert prefill.params is not None
-    (free, _) = free_range(1)
-    for change, reason, field, words in [
-        ({"remote_port": ps[1].port}, "pair_refused", "remote_engine_id", ["p0", "p1"]),
-        ({"remote_incarnation": "0" * 16}, "pair_refused", "remote_incarnation", ["0" * 16]),
-        ({"remote_engine_id": "d"}, "bad_params", "remote_engine_id", ["d"]),
-        ({"remote_port": free}, "unreachable", "", [str(free), "refused"]),
-        ({"remote_host": "host.invalid"}, "unreachable", "", ["host.invalid"]),
-        ({"tp_size": 2}, "bad_params", "tp_size", ["2", "1"]),
-        ({"remote_dp_rank": 5}, "bad_params", "remote_dp_rank", ["5", "0"]),
-        ({"lease_epoch": 999}, "lease_gone", "", ["Foreign"]),
-        ({"transfer_id": "ab" * 16}, "lease_gone", "", ["Unknown"]),
-    ]:
-        load = d.loaded(d.decode(prefill, params={**prefill.params, **change}))
-        assert load.reasons == {reason}, (change, load)
-        assert load.fields == {field}, (change, load)
-        assert load.bytes_read == 0
-        for word in words:
-            assert word in load.text, (change, load.text)
-    # None of it has hurt the right pair.
-    load = d.loaded(d.decode(prefill))
+    elsewhere = {"other": ps[1].port, "free": free_range(1)[0]}
+    change = {key: elsewhere.get(value, value) for key, value in change.items()}
+    load = d.loaded(d.decode(prefill, params={**prefill.params, **change}))
+    assert load.reasons == {reason}, load
+    assert load.fields == {field}
+    assert load.bytes_read == 0
+    for word in words:
+        assert word in load.text
+    # It has not hurt the right pair.
+    load = d.loaded(d.decode(ps[0].prefill(tokens(9, 1))))
     assert load.ok, load.text
     d.check_bytes()
+    for p in ps:
+        # The first prompt's own lease runs on where nobody could be told.
+        p.ask("revoke")
     for engine in [*ps, d]:
         engine.assert_clean()
 

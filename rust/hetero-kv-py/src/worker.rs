@@ -50,11 +50,12 @@ impl Worker {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Carries out one step's orders.
-    fn step(&self, py: Python<'_>, orders: &[u8]) -> PyResult<()> {
+    /// Carries out one step's orders, which this process has had for `age_s` seconds.
+    fn step(&self, py: Python<'_>, orders: &[u8], age_s: f64) -> PyResult<()> {
         py.detach(|| {
             let orders = StepOrders::decode(orders).map_err(|e| error::broken(&e.to_string()))?;
-            self.side().step(orders);
+            let age = Duration::try_from_secs_f64(age_s).unwrap_or_default();
+            self.side().step(orders, age);
             Ok(())
         })
     }

@@ -26,3 +26,6 @@ pub mod tcp;
 pub mod transport;
 pub mod waker;
 pub mod worker;
+
+#[cfg(test)]
+mod testing;

@@ -325,12 +325,15 @@ impl Consumer {
     }
 
     pub(super) fn settle_when_unused(&mut self, now: Time, id: TransferId) {
+        self.settle_after(now, id, self.options.sibling_linger);
+    }
+
+    /// Arms the settlement of a transfer that no request wants, unless it is armed already.
+    pub(super) fn settle_after(&mut self, now: Time, id: TransferId, linger: Duration) {
         if let Some(transfer) = self.transfers.get_mut(&id)
             && transfer.siblings.is_empty()
         {
-            transfer
-                .linger_until
-                .get_or_insert(now + self.options.sibling_linger);
+            transfer.linger_until.get_or_insert(now + linger);
         }
     }
 

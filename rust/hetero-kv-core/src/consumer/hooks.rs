@@ -1,7 +1,7 @@
 //! vLLM's scheduler-side hooks, as calls of the consumer.
 
-use super::Consumer;
 use super::transfer::{Phase, Request};
+use super::{Consumer, MISMATCH_LINGER};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{BlockId, PromptDigest, TransferId};
 use crate::step::StepOrders;
@@ -89,7 +89,7 @@ impl Consumer {
         );
         if let Some(id) = transfer_id {
             self.start(now, id);
-            self.settle_when_unused(now, id);
+            self.settle_after(now, id, self.options.sibling_linger.max(MISMATCH_LINGER));
         }
     }
 

@@ -57,6 +57,11 @@ pub struct ConsumerOptions {
     pub backoff: Duration,
 }
 
+/// How long a transfer whose id came with another prompt waits for the right one. A router that
+/// copies one prompt's params to a list of prompts spreads them over engines and steps; a release
+/// by the first of them would take the blocks from under the one that reads.
+pub const MISMATCH_LINGER: Duration = Duration::from_secs(2);
+
 /// Longest pause between attempts to reach a peer.
 pub const BACKOFF_MAX: Duration = Duration::from_secs(5);
 

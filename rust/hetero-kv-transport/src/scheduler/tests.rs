@@ -1,1 +1,182 @@
+use std::net::TcpListener;
+use std::thread;
+use std::time::{Duration, Instant};
 
+use hetero_kv_core::ids::{BlockId, TransferId};
+use hetero_kv_core::step::StepOrders;
+use hetero_kv_core::wire::params::TransferParams;
+
+use super::{Prefilled, Roles, SchedulerOptions, SchedulerSide, StartError};
+use crate::control::ControlLimits;
+use crate::net::listen::ListenError;
+use crate::testing::{
+    PATIENCE, address, card, consumer_options, fields, heads, identity, lease_times, prompt,
+};
+
+fn options(name: &str, producer: bool) -> SchedulerOptions {
+    SchedulerOptions {
+        identity: identity(name, 7),
+        fields: fields(),
+        heads: heads(),
+        workers: vec![card()],
+        roles: Roles {
+            producer,
+            consumer: !producer,
+        },
+        address: address("127.0.0.1"),
+        limits: ControlLimits::default(),
+        leases: lease_times(),
+        lease_slots: 4,
+        consumer: consumer_options(),
+    }
+}
+
+fn prefilled(request_id: &str) -> Prefilled {
+    Prefilled {
+        request_id: request_id.into(),
+        transfer_id: None,
+        digest: prompt(),
+        block_ids: vec![vec![BlockId(5), BlockId(6)]],
+        num_tokens: 8,
+    }
+}
+
+/// Takes orders until some are as wanted.
+fn orders_until(side: &SchedulerSide, wanted: impl Fn(&StepOrders) -> bool) -> StepOrders {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let orders = side.take_orders();
+        if wanted(&orders) {
+            return orders;
+        }
+        assert!(Instant::now() < deadline, "the orders never come");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_listener_that_cannot_be_bound_is_an_error_in_words() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("bound").port();
+    let mut exhausted = options("p", true);
+    exhausted.address.port_range = Some(port..=port);
+    let error = SchedulerSide::start(exhausted).expect_err("taken");
+    assert!(
+        matches!(
+            error,
+            StartError::Listen(ListenError::PortRangeExhausted { needed: 2, .. })
+        ),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains(&format!("{port}-{port}")),
+        "{error}"
+    );
+    for host in ["0.0.0.0", "::", "192.0.2.1", "host.invalid"] {
+        let mut elsewhere = options("p", true);
+        elsewhere.address.host = host.into();
+        let error = SchedulerSide::start(elsewhere).expect_err("not an address of ours");
+        assert!(error.to_string().contains(host), "{error}");
+    }
+}
+
+#[test]
+fn an_address_apart_is_bound_and_the_other_announced() {
+    let mut apart = options("p", true);
+    apart.address.host = "192.0.2.1".into();
+    apart.address.bind_host = Some("127.0.0.1".into());
+    let side = SchedulerSide::start(apart).expect("bound");
+    let answer = side.prefilled(prefilled("r")).expect("held");
+    assert_eq!(answer.host, "192.0.2.1");
+    assert_eq!(Some(answer.port), side.port());
+}
+
+#[test]
+fn a_consumer_listens_nowhere_and_holds_nothing() {
+    let side = SchedulerSide::start(options("d", false)).expect("no port needed");
+    assert_eq!(side.port(), None);
+    let refused = side.prefilled(prefilled("r")).expect_err("no producer");
+    assert!(refused.to_string().contains("kv_role"), "{refused}");
+    assert_eq!(side.take_orders().incarnation, None);
+    assert!(side.figures().producer.is_none());
+}
+
+/// From the end of prefill to the release, without a byte: both sides over a real connection.
+#[test]
+fn a_prompt_is_claimed_loaded_and_released() {
+    let p = SchedulerSide::start(options("p", true)).expect("a free port");
+    let d = SchedulerSide::start(options("d", false)).expect("a thread");
+    let params = p.prefilled(prefilled("r")).expect("held");
+    assert_eq!(p.take_orders().incarnation, Some(params.incarnation));
+    assert_eq!(p.take_orders().pending, 1, "one lease is held");
+    let text = params.to_json().to_string();
+    d.new_request("q", TransferParams::parse(&text), prompt(), 8);
+    assert_eq!(d.matched_tokens("q", 0), 7);
+    d.allocated("q", &[BlockId(1), BlockId(2)], 7);
+    let orders = orders_until(&d, |orders| !orders.loads.is_empty());
+    assert_eq!(orders.peers.len(), 1, "the card comes with the first load");
+    assert_eq!(orders.peers[0].layout.workers, [card()]);
+    let load = &orders.loads[0];
+    assert_eq!(load.source_blocks, [BlockId(5), BlockId(6)]);
+    assert_eq!(load.dest_blocks, [BlockId(1), BlockId(2)]);
+    assert!(!p.desk.lock().producer.as_ref().expect("p").has_releases());
+    d.received("q", false);
+    d.finished("q");
+    let started = Instant::now();
+    p.wait_for_orders(PATIENCE);
+    assert!(started.elapsed() < PATIENCE, "the release ends the wait");
+    let releases = orders_until(&p, |orders| !orders.releases.is_empty()).releases;
+    assert_eq!(releases.len(), 1);
+    assert_eq!(releases[0].request_id, "r");
+    assert_eq!(releases[0].lease, load.lease);
+    assert!(p.take_orders().releases.is_empty(), "each comes once");
+    p.sent("r");
+    let (counts, gauges) = p.figures().producer.expect("a producer");
+    assert_eq!((counts.read_out, gauges.leases_alive), (1, 0));
+    assert_eq!(d.figures().consumer_open, (0, 0));
+}
+
+#[test]
+fn revoked_leases_are_released_in_the_next_step() {
+    let p = SchedulerSide::start(options("p", true)).expect("a free port");
+    for request_id in ["a", "b"] {
+        p.prefilled(prefilled(request_id)).expect("held");
+    }
+    p.revoke_leases();
+    p.revoke_leases();
+    let mut released: Vec<String> = p
+        .take_orders()
+        .releases
+        .into_iter()
+        .map(|release| release.request_id)
+        .collect();
+    released.sort_unstable();
+    assert_eq!(released, ["a", "b"]);
+}
+
+#[test]
+fn an_idle_engine_sweeps_its_leases() {
+    let mut short = options("p", true);
+    short.leases.lease = Duration::from_millis(50);
+    short.leases.grace = Duration::from_millis(50);
+    let p = SchedulerSide::start(short).expect("a free port");
+    let started = Instant::now();
+    p.prefilled(prefilled("r")).expect("held");
+    p.wait_for_orders(PATIENCE);
+    let waited = started.elapsed();
+    assert!(waited >= Duration::from_millis(100), "{waited:?}");
+    assert_eq!(p.take_orders().releases.len(), 1);
+    assert_eq!(p.figures().producer.expect("a producer").0.expired, 1);
+}
+
+#[test]
+fn a_transfer_id_has_one_owner() {
+    let p = SchedulerSide::start(options("p", true)).expect("a free port");
+    let named = |request_id| Prefilled {
+        transfer_id: Some(TransferId([3; 16])),
+        ..prefilled(request_id)
+    };
+    p.prefilled(named("a")).expect("held");
+    let refused = p.prefilled(named("b")).expect_err("taken");
+    assert!(refused.to_string().contains("another request"), "{refused}");
+}

@@ -14,7 +14,7 @@ use hetero_kv_core::failure::{Failure, FailureReason};
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, LeaseRef, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes};
-use hetero_kv_core::step::{LoadOrder, PeerId, StepOrders};
+use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId, StepOrders};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 use hetero_kv_core::wire::message::Layout;
@@ -29,8 +29,9 @@ use crate::scheduler::Roles;
 use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
 use crate::transport::{Source, TransportName};
 
-/// Peers whose cards are kept; the oldest make room. The scheduler side keeps as many.
-const PEERS_KEPT_MAX: usize = hetero_kv_core::consumer::PEERS_MAX;
+/// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
+/// side keeps, so that a peer it still knows is never among those dropped here.
+const PEERS_KEPT_MAX: usize = 2 * hetero_kv_core::consumer::PEERS_MAX;
 
 /// This rank's place in its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,10 +160,17 @@ struct Holder {
 
 struct ConsumerRank {
     reader: Reader,
-    peers: BTreeMap<PeerId, Layout>,
+    peers: BTreeMap<PeerId, KnownPeer>,
+    /// Counts uses of peers, to tell the one used longest ago.
+    uses: u64,
     loads: BTreeMap<u64, Load>,
     by_request: BTreeMap<String, u64>,
     next_job: u64,
+}
+
+struct KnownPeer {
+    layout: Layout,
+    used: u64,
 }
 
 #[derive(Debug)]
@@ -227,6 +235,7 @@ impl WorkerSide {
             Some(ConsumerRank {
                 reader: Reader::start(Arc::clone(&memory), options.reader),
                 peers: BTreeMap::new(),
+                uses: 0,
                 loads: BTreeMap::new(),
                 by_request: BTreeMap::new(),
                 next_job: 0,
@@ -256,8 +265,9 @@ impl WorkerSide {
         &self.card
     }
 
-    /// Carries out one step's orders.
-    pub fn step(&mut self, orders: StepOrders) {
+    /// Carries out one step's orders, which this process has had for `age`: times in them count from
+    /// when they came, and vLLM may have run a forward pass since.
+    pub fn step(&mut self, orders: StepOrders, age: Duration) {
         self.pending = orders.pending;
         if let (Some(holder), Some(incarnation)) = (self.holder.as_mut(), orders.incarnation) {
             holder.name(HolderPlace {
@@ -292,15 +302,13 @@ impl WorkerSide {
         let Some(consumer) = self.consumer.as_mut() else {
             return;
         };
-        let now = clock::now();
+        let received_at = clock::now() - age;
         for peer in orders.peers {
-            consumer.peers.insert(peer.peer, peer.layout);
-            while consumer.peers.len() > PEERS_KEPT_MAX {
-                consumer.peers.pop_first();
-            }
+            consumer.learn(peer);
         }
         for load in orders.loads {
-            if let Err(failure) = consumer.begin(&self.place, &self.card.cache, now, &load) {
+            if let Err(failure) = consumer.begin(&self.place, &self.card.cache, received_at, &load)
+            {
                 self.results.received.push(LoadReport {
                     request_id: load.request_id,
                     transfer_id: Some(load.transfer_id),
@@ -316,7 +324,7 @@ impl WorkerSide {
         }
         for extension in orders.extensions {
             if let Some(job) = consumer.by_request.get(&extension.request_id) {
-                let deadline = now + Duration::from_millis(extension.deadline_ms);
+                let deadline = received_at + Duration::from_millis(extension.deadline_ms);
                 consumer.reader.extend(*job, deadline);
             }
         }
@@ -409,14 +417,32 @@ impl Holder {
 }
 
 impl ConsumerRank {
+    fn learn(&mut self, peer: PeerCard) {
+        self.uses += 1;
+        let known = KnownPeer {
+            layout: peer.layout,
+            used: self.uses,
+        };
+        self.peers.insert(peer.peer, known);
+        if self.peers.len() > PEERS_KEPT_MAX
+            && let Some(stale) = self
+                .peers
+                .iter()
+                .min_by_key(|(_, known)| known.used)
+                .map(|(peer, _)| *peer)
+        {
+            self.peers.remove(&stale);
+        }
+    }
+
     fn begin(
         &mut self,
         place: &WorkerPlace,
         cache: &RankCache,
-        now: Time,
+        received_at: Time,
         order: &LoadOrder,
     ) -> Result<(), Failure> {
-        let (job, load) = self.plan(place, cache, now, order)?;
+        let (job, load) = self.plan(place, cache, received_at, order)?;
         let id = job.id;
         self.reader
             .submit(job)
@@ -430,14 +456,17 @@ impl ConsumerRank {
         &mut self,
         place: &WorkerPlace,
         cache: &RankCache,
-        now: Time,
+        received_at: Time,
         order: &LoadOrder,
     ) -> Result<(ReadJob, Load), Failure> {
         let refuse = |text: String| Failure::new(FailureReason::Plan, text);
-        let layout = self
+        self.uses += 1;
+        let known = self
             .peers
-            .get(&order.peer)
+            .get_mut(&order.peer)
             .ok_or_else(|| refuse("the peer's card is not known".into()))?;
+        known.used = self.uses;
+        let layout = &known.layout;
         if order.source_blocks.len() != order.dest_blocks.len() {
             return Err(refuse(
                 "as many source as destination blocks are needed".into(),
@@ -503,7 +532,7 @@ impl ConsumerRank {
         let job = ReadJob {
             id,
             lease: order.lease,
-            deadline: now + Duration::from_millis(order.deadline_ms),
+            deadline: received_at + Duration::from_millis(order.deadline_ms),
             pieces,
         };
         Ok((job, load))

@@ -1,1 +1,342 @@
+#![allow(unsafe_code)]
 
+use std::cell::UnsafeCell;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hetero_kv_core::failure::{Failure, FailureReason};
+use hetero_kv_core::ids::{
+    BlockId, DpRank, Epoch, Incarnation, LeaseRef, PpRank, Slot, TpRank, TransferId,
+};
+use hetero_kv_core::producer::ReleaseOrder;
+use hetero_kv_core::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, StepOrders};
+use hetero_kv_core::wire::message::Layout;
+
+use super::{LoadReport, WorkerOptions, WorkerPlace, WorkerSide};
+use crate::reader::{ReaderOptions, TransportChoice};
+use crate::scheduler::Roles;
+use crate::tcp::ServerOptions;
+use crate::testing::{NUM_BLOCKS, PAGE_BYTES, PATIENCE, cache, engine, heads, identity};
+
+const LEASE: LeaseRef = LeaseRef {
+    slot: Slot(2),
+    epoch: Epoch(1),
+};
+
+/// A cache that is written behind the compiler's back.
+struct Memory(Box<[UnsafeCell<u8>]>);
+
+impl Memory {
+    fn new(fill: impl Fn(usize) -> u8) -> Self {
+        let bytes = NUM_BLOCKS as usize * PAGE_BYTES as usize;
+        Self((0..bytes).map(|at| UnsafeCell::new(fill(at))).collect())
+    }
+
+    fn base(&self) -> u64 {
+        self.0.as_ptr().expose_provenance() as u64
+    }
+
+    fn block(&self, block: usize) -> Vec<u8> {
+        let bytes = PAGE_BYTES as usize;
+        self.0[block * bytes..(block + 1) * bytes]
+            .iter()
+            // SAFETY: the cell is alive, and no read is under way when a test looks at it.
+            .map(|cell| unsafe { cell.get().read_volatile() })
+            .collect()
+    }
+}
+
+struct Rank {
+    side: WorkerSide,
+    memory: Memory,
+}
+
+fn rank(name: &str, producer: bool, choice: TransportChoice) -> Rank {
+    let seed = name.len();
+    let memory = Memory::new(|at| (at * 7 + seed) as u8);
+    let place = WorkerPlace {
+        engine: engine(name),
+        dp_rank: DpRank(0),
+        tp_rank: TpRank(0),
+        tp_size: 1,
+        pp_rank: PpRank(0),
+        heads: heads(),
+    };
+    let options = WorkerOptions {
+        roles: Roles {
+            producer,
+            consumer: !producer,
+        },
+        server: ServerOptions::default(),
+        reader: ReaderOptions {
+            choice,
+            ..ReaderOptions::default()
+        },
+        allow_ptracer: true,
+        lease_slots: 4,
+        offer_process: true,
+        offer_tcp: true,
+    };
+    // SAFETY: `Rank` drops the side before the memory (order of its fields), and the memory is
+    // only ever looked at through cells.
+    let side = unsafe { WorkerSide::start(place, cache(memory.base()), options) };
+    Rank {
+        side: side.expect("a free port"),
+        memory,
+    }
+}
+
+const P_INCARNATION: Incarnation = Incarnation(7);
+
+/// A producer that knows its engine's incarnation, and serves.
+fn named_producer(name: &str) -> Rank {
+    let mut p = rank(name, true, TransportChoice::Auto);
+    p.side.step(
+        StepOrders {
+            incarnation: Some(P_INCARNATION),
+            ..StepOrders::default()
+        },
+        Duration::ZERO,
+    );
+    p
+}
+
+fn peer(p: &Rank, name: &str) -> PeerCard {
+    PeerCard {
+        peer: PeerId(0),
+        layout: Layout {
+            from: identity(name, P_INCARNATION.0),
+            workers: vec![p.side.card().clone()],
+        },
+    }
+}
+
+fn load(request_id: &str) -> LoadOrder {
+    LoadOrder {
+        request_id: request_id.into(),
+        peer: PeerId(0),
+        transfer_id: TransferId([1; 16]),
+        lease: LEASE,
+        deadline_ms: 20_000,
+        source_blocks: vec![BlockId(5), BlockId(6)],
+        dest_blocks: vec![BlockId(1), BlockId(9)],
+    }
+}
+
+fn orders_of(load: LoadOrder) -> StepOrders {
+    StepOrders {
+        loads: vec![load],
+        ..StepOrders::default()
+    }
+}
+
+fn release(request_id: &str) -> StepOrders {
+    StepOrders {
+        releases: vec![ReleaseOrder {
+            request_id: request_id.into(),
+            lease: LEASE,
+        }],
+        ..StepOrders::default()
+    }
+}
+
+fn wait_report(d: &mut Rank) -> LoadReport {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let mut received = d.side.take_results().received;
+        if let Some(report) = received.pop() {
+            assert!(received.is_empty(), "one at a time");
+            return report;
+        }
+        assert!(Instant::now() < deadline, "the load never ends");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// vLLM re-uses the blocks as soon as every rank has reported `sent`.
+#[test]
+fn the_page_is_bumped_before_sent_is_reported() {
+    let mut p = named_producer("p");
+    let page = |p: &Rank| {
+        let holder = p.side.holder.as_ref().expect("a producer");
+        holder.page.holds(LEASE)
+    };
+    assert!(page(&p));
+    p.side.step(release("r"), Duration::ZERO);
+    assert!(!page(&p), "fenced by the step itself");
+    assert_eq!(p.side.take_results().sent, ["r"]);
+    assert!(p.side.take_results().sent.is_empty(), "once");
+}
+
+#[test]
+fn a_release_of_a_slot_that_is_not_there_is_still_reported() {
+    let mut p = named_producer("p");
+    let mut orders = release("r");
+    orders.releases[0].lease.slot = Slot(99);
+    p.side.step(orders, Duration::ZERO);
+    assert_eq!(p.side.take_results().sent, ["r"]);
+}
+
+#[test]
+fn blocks_are_read_by_either_transport() {
+    for choice in [TransportChoice::Process, TransportChoice::Tcp] {
+        let p = named_producer("p");
+        let mut d = rank("dd", false, choice);
+        let before = d.memory.block(2);
+        let mut orders = orders_of(load("r"));
+        orders.peers = vec![peer(&p, "p")];
+        d.side.step(orders, Duration::ZERO);
+        let report = wait_report(&mut d);
+        assert_eq!(report.failure, None);
+        assert!(report.invalid_blocks.is_empty());
+        assert_eq!(report.planned_bytes, 2 * PAGE_BYTES);
+        assert_eq!(report.reads.len(), 1);
+        assert_eq!(report.reads[0].bytes, 2 * PAGE_BYTES);
+        assert_eq!(d.memory.block(1), p.memory.block(5));
+        assert_eq!(d.memory.block(9), p.memory.block(6));
+        assert_eq!(d.memory.block(2), before);
+        assert!(d.side.shutdown(PATIENCE));
+    }
+}
+
+#[test]
+fn a_released_lease_is_not_read() {
+    for choice in [TransportChoice::Process, TransportChoice::Tcp] {
+        let mut p = named_producer("p");
+        let mut d = rank("dd", false, choice);
+        p.side.step(release("r"), Duration::ZERO);
+        let mut orders = orders_of(load("r"));
+        orders.peers = vec![peer(&p, "p")];
+        d.side.step(orders, Duration::ZERO);
+        let report = wait_report(&mut d);
+        let failure = report.failure.expect("fenced");
+        assert_eq!(failure.reason, FailureReason::Fenced, "{failure}");
+        assert_eq!(report.invalid_blocks, [BlockId(1), BlockId(9)]);
+    }
+}
+
+/// Time in an order counts from when the order came.
+#[test]
+fn an_order_older_than_its_deadline_is_not_read() {
+    let p = named_producer("p");
+    let mut d = rank("dd", false, TransportChoice::Auto);
+    let untouched = d.memory.block(1);
+    let mut orders = orders_of(load("r"));
+    orders.peers = vec![peer(&p, "p")];
+    d.side.step(orders, Duration::from_secs(21));
+    let failure = wait_report(&mut d).failure.expect("too late");
+    assert_eq!(failure.reason, FailureReason::LeaseExpired, "{failure}");
+    assert_eq!(d.memory.block(1), untouched);
+}
+
+#[test]
+fn orders_that_cannot_be_carried_out_are_reported_as_failed() {
+    let p = named_producer("p");
+    let mut d = rank("dd", false, TransportChoice::Auto);
+    let cases: [(&str, LoadOrder); 3] = [
+        (
+            "not known",
+            LoadOrder {
+                peer: PeerId(8),
+                ..load("stranger")
+            },
+        ),
+        (
+            "as many source as destination",
+            LoadOrder {
+                source_blocks: vec![BlockId(5)],
+                ..load("unequal")
+            },
+        ),
+        (
+            "num_blocks",
+            LoadOrder {
+                dest_blocks: vec![BlockId(1), BlockId(NUM_BLOCKS)],
+                ..load("outside")
+            },
+        ),
+    ];
+    let peers = StepOrders {
+        peers: vec![peer(&p, "p")],
+        ..StepOrders::default()
+    };
+    d.side.step(peers, Duration::ZERO);
+    for (word, order) in cases {
+        let dest_blocks = order.dest_blocks.clone();
+        let request_id = order.request_id.clone();
+        d.side.step(orders_of(order), Duration::ZERO);
+        let report = wait_report(&mut d);
+        assert_eq!(report.request_id, request_id);
+        let failure = report.failure.expect("not carried out");
+        assert_eq!(failure.reason, FailureReason::Plan);
+        assert!(failure.text.contains(word), "{failure}");
+        assert_eq!(report.invalid_blocks, dest_blocks);
+        assert!(!report.ordered, "this rank found it, and counts it");
+    }
+}
+
+#[test]
+fn an_ordered_failure_is_reported_as_such() {
+    let mut d = rank("dd", false, TransportChoice::Auto);
+    let failure = Failure::new(FailureReason::LeaseGone, "gone");
+    let orders = StepOrders {
+        fails: vec![FailOrder {
+            request_id: "r".into(),
+            dest_blocks: vec![BlockId(3)],
+            failure: failure.clone(),
+        }],
+        ..StepOrders::default()
+    };
+    d.side.step(orders, Duration::ZERO);
+    let report = wait_report(&mut d);
+    assert_eq!(report.failure, Some(failure));
+    assert!(report.ordered);
+    assert_eq!(report.invalid_blocks, [BlockId(3)]);
+}
+
+/// A worker serves nobody before it knows its engine's incarnation, so the load stays under way.
+#[test]
+fn a_cancelled_load_says_why_it_was_cancelled() {
+    let p = rank("p", true, TransportChoice::Auto);
+    let mut d = rank("dd", false, TransportChoice::Tcp);
+    let mut orders = orders_of(load("r"));
+    orders.peers = vec![peer(&p, "p")];
+    d.side.step(orders, Duration::ZERO);
+    let failure = Failure::new(FailureReason::PeerLost, "the prefill engine is gone");
+    let cancels = StepOrders {
+        cancels: vec![CancelOrder {
+            request_id: "r".into(),
+            failure: failure.clone(),
+        }],
+        ..StepOrders::default()
+    };
+    d.side.step(cancels, Duration::ZERO);
+    let report = wait_report(&mut d);
+    assert_eq!(report.failure, Some(failure));
+    assert_eq!(report.invalid_blocks, [BlockId(1), BlockId(9)]);
+    assert!(d.side.take_results().received.is_empty(), "once");
+}
+
+#[test]
+fn an_empty_step_waits_only_for_what_is_pending() {
+    let mut p = named_producer("p");
+    let waited = |p: &Rank| {
+        let started = Instant::now();
+        p.side.wait(Duration::from_millis(50));
+        started.elapsed()
+    };
+    assert!(waited(&p) < Duration::from_millis(40), "nothing is pending");
+    let pending = StepOrders {
+        pending: 1,
+        ..StepOrders::default()
+    };
+    p.side.step(pending, Duration::ZERO);
+    assert!(waited(&p) >= Duration::from_millis(50));
+    let mut released = release("r");
+    released.pending = 1;
+    p.side.step(released, Duration::ZERO);
+    assert!(
+        waited(&p) < Duration::from_millis(40),
+        "a release is to be reported at once"
+    );
+}

@@ -1,6 +1,7 @@
 //! Several requests on one transfer; two decode engines on one transfer.
 
 use super::*;
+use crate::consumer::MISMATCH_LINGER;
 use crate::testing::{CONTROL_PORT, common_fields, identity, ms, options, prompt, secs, transfer};
 use crate::wire::message::Message;
 use crate::wire::params::RemotePrefill;
@@ -132,7 +133,7 @@ fn a_prompt_unlike_its_digest_is_computed_here_and_released_without_a_claim() {
     pair.arrive_as(0, "d1", &params, prompt(2), 40);
     pair.run(ms(20));
     assert_eq!(pair.admit("d1", 0), 0);
-    pair.run(secs(1));
+    pair.run(MISMATCH_LINGER + ms(100));
     pair.finish("d1");
     assert_nothing_left(&mut pair);
     assert_eq!(pair.producers[0].counts().released, 1);
@@ -159,9 +160,28 @@ fn with_require_kv_a_prompt_unlike_its_digest_fails() {
     );
     pair.report("d1", true);
     pair.finish("d1");
-    pair.run(secs(1));
+    pair.run(MISMATCH_LINGER + ms(100));
     assert_nothing_left(&mut pair);
     assert_eq!(pair.producers[0].counts().released, 1);
+}
+
+#[test]
+fn a_prompt_unlike_its_digest_leaves_the_lease_to_the_right_one_that_comes_steps_later() {
+    let mut pair = Pair::new(1, 1);
+    let params = pair.prefill("p1", transfer(1), prompt(1), 40);
+    pair.arrive_as(0, "d0", &params, prompt(7), 40);
+    pair.run(MISMATCH_LINGER - ms(100));
+    pair.arrive_as(0, "d1", &params, prompt(1), 40);
+    assert_eq!(pair.admit("d1", 0), 39);
+    pair.run(secs(1));
+    pair.step();
+    assert!(pair.workers[0].job("d1").load.is_some());
+    pair.report("d1", false);
+    pair.finish("d0");
+    pair.finish("d1");
+    pair.run(secs(1));
+    assert_nothing_left(&mut pair);
+    assert_eq!(pair.producers[0].counts().read_out, 1);
 }
 
 #[test]

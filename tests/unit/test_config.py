@@ -1,0 +1,140 @@
+"""``kv_connector_extra_config``: every fault at once, texts as numbers, bounds, cross checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_kv.config import SETTINGS, Settings, SettingsError
+
+
+def faults(**given: Any) -> list[str]:
+    """The faults of these settings."""
+    with pytest.raises(SettingsError) as error:
+        Settings(given)
+    return error.value.faults
+
+
+def test_defaults_are_valid_and_documented() -> None:
+    settings = Settings({})
+    for setting in SETTINGS:
+        assert setting.meaning.endswith("."), setting.name
+        assert settings[setting.name] is not None or setting.kind == "ports"
+    assert Settings(None)["lease_s"] == 30.0
+
+
+def test_every_fault_is_listed_with_the_valid_keys() -> None:
+    with pytest.raises(SettingsError) as error:
+        Settings(
+            {
+                "leese_s": 30,
+                "lease_s": "long",
+                "lease_slots": 1.5,
+                "transport": "verb",
+                "port_range": "80",
+                "allow_ptracer": "yes",
+                "host": "[::1]",
+                "heartbeat_s": 10,
+            }
+        )
+    assert [fault.split(":")[0] for fault in error.value.faults] == [
+        "leese_s",
+        "host",
+        "port_range",
+        "transport",
+        "allow_ptracer",
+        "lease_s",
+        "lease_slots",
+        "peer_silence_s",
+    ]
+    text = str(error.value)
+    assert "8 fault(s)" in text
+    for setting in SETTINGS:
+        assert setting.name in text
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.kind in ("int", "seconds", "ms")])
+def test_numbers_also_come_as_texts_and_within_bounds(setting: Any) -> None:
+    for value in (setting.low, setting.high, setting.default):
+        # Values that the cross checks take with any value of the key itself.
+        others = {
+            "lease_s": {"margin_ms": 0},
+            "margin_ms": {"lease_s": 3600},
+            "heartbeat_s": {"peer_silence_s": 3600},
+            "peer_silence_s": {"heartbeat_s": 0.1},
+        }.get(setting.name, {})
+        as_number = Settings({**others, setting.name: value})[setting.name]
+        text = str(int(value)) if value == int(value) else repr(value)
+        as_text = Settings({**others, setting.name: text})
+        assert as_number == as_text[setting.name] == value
+        assert type(as_number) is (int if setting.kind == "int" else float)
+        assert type(as_text[setting.name]) is type(as_number)
+    for value in (setting.low - 1, setting.high + 1, "nan", "inf", "", "x", None, [1], True, 1e400):
+        assert any(f.startswith(f"{setting.name}: must be") for f in faults(**{setting.name: value}))
+    assert faults(**{setting.name: 10**400})
+
+
+@pytest.mark.parametrize("value", [True, "true", "True", False, "false"])
+def test_truth_values(value: Any) -> None:
+    assert Settings({"require_kv": value})["require_kv"] is (str(value).lower() == "true")
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None, [], "1"])
+def test_what_is_no_truth_value(value: Any) -> None:
+    assert faults(require_kv=value)[0].startswith("require_kv: must be true or false")
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [("7000-7010", (7000, 7010)), ("1-65535", (1, 65535)), (" 5 - 5 ", (5, 5)), ("", None)],
+)
+def test_port_ranges(text: str, ports: Any) -> None:
+    assert Settings({"port_range": text})["port_range"] == ports
+
+
+@pytest.mark.parametrize(
+    "text", ["7000", 7000, "0-1", "10-9", "1-65536", "7000-", "-7000", "a-b", "1-2-3", [1, 2], True]
+)
+def test_what_is_no_port_range(text: Any) -> None:
+    assert faults(port_range=text)[0].startswith("port_range: must be FIRST-LAST")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1", "node-7.example", ""])
+def test_hosts(host: str) -> None:
+    assert Settings({"host": host})["host"] == host
+
+
+@pytest.mark.parametrize(
+    "host", ["[::1]", "host:80", "a b", "x/y", "a" * 254, 7, None, "::1::2", "a\x00b", "0.0.0.0", "::"]
+)
+def test_what_is_no_host(host: Any) -> None:
+    assert faults(host=host)[0].startswith("host: must be")
+
+
+def test_only_bind_host_may_be_a_wildcard() -> None:
+    assert Settings({"bind_host": "0.0.0.0"})["bind_host"] == "0.0.0.0"
+    assert Settings({"bind_host": "::"})["bind_host"] == "::"
+
+
+def test_cross_checks_name_the_key() -> None:
+    assert faults(heartbeat_s=6, peer_silence_s=17.9) == [
+        "peer_silence_s: must be at least three times heartbeat_s"
+    ]
+    assert Settings({"heartbeat_s": 6, "peer_silence_s": 18})
+    assert faults(lease_s=2, margin_ms=1000) == ["margin_ms: must be below half of lease_s"]
+    assert Settings({"lease_s": 2, "margin_ms": 999})
+
+
+def test_a_long_value_is_shown_cut() -> None:
+    (fault,) = faults(transport="x" * 10_000)
+    assert len(fault) < 200
+
+
+def test_for_core_fills_the_host_and_leaves_out_what_python_keeps() -> None:
+    values = Settings({"port_range": "7000-7010"}).for_core("10.1.2.3")
+    assert values["host"] == "10.1.2.3"
+    assert values["bind_host"] is None
+    assert values["port_range"] == (7000, 7010)
+    assert "empty_step_wait_ms" not in values
+    assert Settings({"host": "::1"}).for_core("10.1.2.3")["host"] == "::1"

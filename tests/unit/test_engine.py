@@ -1,0 +1,67 @@
+"""What the connector reads of an engine, and the engines it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.config", reason="vLLM is not installed")
+
+from contract_engine import KV_HEADS, cache_config, make_config
+from hetero_kv.engine import EngineError, describe_engine
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("role", "producer", "consumer"),
+    [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)],
+)
+def test_an_engine_is_described(
+    config_folder: Path, role: str, producer: bool, consumer: bool
+) -> None:
+    config = make_config(config_folder, role, tp=2, engine_id="e_dp3")
+    # A dense DP rank is told size 1 and rank 0; only its index is true.
+    config.parallel_config.data_parallel_index = 3
+    engine = describe_engine(config, cache_config(8, 2))
+    assert (engine.producer, engine.consumer) == (producer, consumer)
+    assert (engine.engine_id, engine.dp_rank, engine.tp_size, engine.pp_size) == ("e_dp3", 3, 2, 1)
+    assert (engine.kv_heads, engine.block_size, engine.lock_step) == (KV_HEADS, 16, False)
+
+
+def test_data_parallelism_in_lock_step_is_seen(config_folder: Path) -> None:
+    config = make_config(config_folder, "kv_both")
+    config.parallel_config.data_parallel_size = 2
+    assert describe_engine(config, cache_config(8, 1)).lock_step
+
+
+def test_every_reason_for_a_refusal_is_listed(config_folder: Path) -> None:
+    config: Any = make_config(config_folder, "kv_both")
+    config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.decode_context_parallel_size = 4
+    config.parallel_config.prefill_context_parallel_size = 8
+    config.kv_transfer_config.kv_role = "kv_neither"
+    with pytest.raises(EngineError) as error:
+        describe_engine(config, cache_config(8, 1, groups=2))
+    assert [fault.split(" is ")[0].split(" has ")[0] for fault in error.value.faults] == [
+        "kv_role",
+        "--pipeline-parallel-size",
+        "--decode-context-parallel-size",
+        "--prefill-context-parallel-size",
+        "the model",
+    ]
+    for value in ("kv_neither", " 2;", " 4;", " 8;", "2 KV cache groups"):
+        assert value in str(error.value)
+
+
+def test_a_refused_engine_does_not_start(config_folder: Path) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from hetero_kv.connector import HeteroKVConnector
+
+    config = make_config(config_folder, "kv_both")
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        with pytest.raises(EngineError, match="2 KV cache groups"):
+            HeteroKVConnector(config, role, cache_config(8, 1, groups=2))
