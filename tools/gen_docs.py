@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_BY = "<!-- Written by tools/gen_docs.py from the code. Do not edit. -->"
-UNITS = {"seconds": "s", "ms": "ms", "int": "count"}
+UNITS = {"seconds": "s", "ms": "ms"}
 
 
 def table_module(name: str) -> ModuleType:
@@ -45,6 +45,8 @@ def values_of(setting: Any) -> str:
         return "`FIRST-LAST`"
     if setting.kind == "text":
         return "text"
+    if setting.kind == "int":
+        return f"{setting.low:.0f} to {setting.high:.0f}"
     return f"{setting.low:g} to {setting.high:g} {UNITS[setting.kind]}"
 
 

@@ -3,7 +3,8 @@
 ``flip-source`` on a prefill engine flips the sign bit of every element of the KV of each prompt it
 hands off, after the forward pass that completed it and before anybody can read it. Bytes moved stay
 the same and the tokens that decode produces change: the negative control that tells a transfer from
-a recomputation with the same text.
+a recomputation with the same text. ``flip-source:MARK`` does so only to requests whose id contains
+MARK, so that one engine serves both the honest requests and the control.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ FAULTS = (FLIP_SOURCE,)
 
 def fault() -> str | None:
     """The fault asked for; raises ``ValueError`` for an unknown one."""
-    name = os.environ.get("HETERO_KV_FAULT") or None
-    if name is not None and name not in FAULTS:
+    name = os.environ.get("HETERO_KV_FAULT", "").partition(":")[0]
+    if name and name not in FAULTS:
         raise ValueError(f"hetero_kv: HETERO_KV_FAULT is {name!r}; it can be {', '.join(FAULTS)}")
-    return name
+    return name or None
+
+
+def fault_mark() -> str:
+    """What the ids of the requests contain that the fault is for; empty: it is for all."""
+    return os.environ.get("HETERO_KV_FAULT", "").partition(":")[2]
 
 
 class FlipSource:
     """Scheduler side: finds the blocks of prompts that this step completes."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
+        self._mark = mark
         self._prompts: dict[str, int] = {}
 
     def add(self, request: Any) -> None:
         """A request whose KV will be handed off."""
-        self._prompts[request.request_id] = request.num_prompt_tokens
+        if self._mark in request.request_id:
+            self._prompts[request.request_id] = request.num_prompt_tokens
 
     def discard(self, request_id: str) -> None:
         """The request has ended."""

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from hetero_kv import _core
 from hetero_kv.config import Settings
 from hetero_kv.engine import Engine, default_host
-from hetero_kv.fault import FLIP_SOURCE, FlipSource, fault
+from hetero_kv.fault import FLIP_SOURCE, FlipSource, fault, fault_mark
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata
 from hetero_kv.stats import HeteroKVStats
 from hetero_kv.trace import Trace
@@ -77,7 +77,7 @@ class SchedulerConnector:
         self._failures: dict[tuple[str, str], int] = {}
         self._reported: dict[Any, float] = {}
         self._trace = Trace()
-        self._flip = FlipSource() if fault() == FLIP_SOURCE else None
+        self._flip = FlipSource(fault_mark()) if fault() == FLIP_SOURCE else None
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Takes vLLM's cache manager, for its count of free blocks."""

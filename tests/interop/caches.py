@@ -74,7 +74,12 @@ class Style:
 
 PLAIN = Style()
 PADDED = Style(
-    num_blocks=80, tokens_outside_heads=False, joint=True, pad_bytes=5, skew_bytes=3, regions=2,
+    num_blocks=80,
+    tokens_outside_heads=False,
+    joint=True,
+    pad_bytes=5,
+    skew_bytes=3,
+    regions=2,
     reverse_layers=True,
 )
 ODD = Style(num_blocks=72, joint=True, pad_bytes=1, skew_bytes=1, regions=2)
@@ -212,11 +217,13 @@ def pattern(
         hashed ^= hashed >> np.uint64(33)
         hashed *= np.uint64(0xFF51AFD7ED558CCD)
         hashed ^= hashed >> np.uint64(29)
-    return (hashed >> np.uint64(40)).astype(np.uint8)
+    found: Bytes = (hashed >> np.uint64(40)).astype(np.uint8)
+    return found
 
 
 def _axis(values: range | list[int], factor: int) -> NDArray[np.uint64]:
-    return np.asarray(list(values), dtype=np.uint64) * np.uint64(factor)
+    scaled: NDArray[np.uint64] = np.asarray(list(values), dtype=np.uint64) * np.uint64(factor)
+    return scaled
 
 
 class Image:

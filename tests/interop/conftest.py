@@ -33,8 +33,13 @@ def make_engine() -> Iterator[MakeEngine]:
         **options: Any,
     ) -> Engine:
         engine = Engine(
-            name, model, style or (PLAIN if producer else PADDED), tp_size, producer=producer,
-            seed=options.pop("seed", 100 * (len(engines) + 1)), **options,
+            name,
+            model,
+            style or (PLAIN if producer else PADDED),
+            tp_size,
+            producer=producer,
+            seed=options.pop("seed", 100 * (len(engines) + 1)),
+            **options,
         )
         engines.append(engine)
         return engine.wait_started() if started else engine

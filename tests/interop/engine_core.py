@@ -207,12 +207,20 @@ class EngineCore:
 
     def _finish_prefill(self, request: Request) -> None:
         answer, refused = self._core_().prefilled(
-            request.request_id, request.params, request.token_ids, [], [request.blocks],
+            request.request_id,
+            request.params,
+            request.token_ids,
+            [],
+            [request.blocks],
             len(request.token_ids),
         )
         self._event(
-            "prefilled", request.request_id, json.loads(answer) if answer else None, refused,
-            request.blocks, request.external,
+            "prefilled",
+            request.request_id,
+            json.loads(answer) if answer else None,
+            refused,
+            request.blocks,
+            request.external,
         )
         if answer is None:
             self._drop(request)
@@ -279,8 +287,12 @@ class EngineCore:
 
 
 def main(
-    test: Connection, ranks: list[Connection], options: dict[str, Any], model: Model,
-    num_blocks: int, seed: int,
+    test: Connection,
+    ranks: list[Connection],
+    options: dict[str, Any],
+    model: Model,
+    num_blocks: int,
+    seed: int,
 ) -> None:
     _core.init_logging(os.environ.get("HETERO_KV_LOG", "off"))
     try:

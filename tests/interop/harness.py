@@ -44,7 +44,7 @@ def context() -> Any:
     return made
 
 
-class EngineFailed(Exception):
+class EngineStartError(Exception):
     """The engine did not start; the text is its error."""
 
 
@@ -121,7 +121,11 @@ class Engine:
         dp_rank: int = 0,
     ) -> None:
         self.name, self.model, self.style, self.tp_size, self.seed = (
-            name, model, style, tp_size, seed,
+            name,
+            model,
+            style,
+            tp_size,
+            seed,
         )
         self.producer = producer
         self.port: int | None = None
@@ -148,7 +152,8 @@ class Engine:
             mine, theirs = ctx.Pipe()
             options = {"settings": core, "engine": engine, "tp_rank": tp_rank, "pp_rank": 0}
             process = ctx.Process(
-                target=rank.main, args=(rank_end, theirs, options, model, style, seed),
+                target=rank.main,
+                args=(rank_end, theirs, options, model, style, seed),
                 daemon=True,
             )
             process.start()
@@ -159,7 +164,8 @@ class Engine:
             engine_ends.append(engine_end)
         self._pipe, theirs = ctx.Pipe()
         options = {
-            "settings": core, "engine": engine,
+            "settings": core,
+            "engine": engine,
             "fields": {**FIELDS, "kv_heads": str(model.kv_heads), **(fields or {})},
         }
         self.scheduler: BaseProcess = ctx.Process(
@@ -173,10 +179,10 @@ class Engine:
             end.close()
 
     def wait_started(self) -> Engine:
-        """Raises :class:`EngineFailed` with the engine's own words."""
+        """Raises :class:`EngineStartError` with the engine's own words."""
         kind, value = self._receive(PATIENCE_S)
         if kind == "failed":
-            raise EngineFailed(value)
+            raise EngineStartError(value)
         self.port = value
         return self
 
@@ -211,8 +217,12 @@ class Engine:
     ) -> Decode:
         request = Decode(self.new_id("d"), prefill, computed)
         self.ask(
-            "decode", request.request_id, token_ids or prefill.token_ids,
-            prefill.params if params is None else params, computed, hold,
+            "decode",
+            request.request_id,
+            token_ids or prefill.token_ids,
+            prefill.params if params is None else params,
+            computed,
+            hold,
         )
         return request
 
@@ -390,6 +400,15 @@ def tokens(count: int, salt: int = 0) -> list[int]:
 
 
 __all__ = [
-    "FAST", "FIELDS", "PATIENCE_S", "Decode", "Engine", "EngineFailed", "Load", "Prefill",
-    "resume", "stop", "tokens",
+    "FAST",
+    "FIELDS",
+    "PATIENCE_S",
+    "Decode",
+    "Engine",
+    "EngineStartError",
+    "Load",
+    "Prefill",
+    "resume",
+    "stop",
+    "tokens",
 ]

@@ -92,9 +92,14 @@ def _start(
 ) -> tuple[_core.Worker, _core.Scheduler]:
     settings = Settings(FAST).for_core("127.0.0.1")
     engine = {
-        "engine_id": name, "dp_rank": 0, "tp_size": 1, "pp_size": 1,
-        "block_size": MODEL.block_size, "kv_heads": MODEL.kv_heads,
-        "producer": producer, "consumer": not producer,
+        "engine_id": name,
+        "dp_rank": 0,
+        "tp_size": 1,
+        "pp_size": 1,
+        "block_size": MODEL.block_size,
+        "kv_heads": MODEL.kv_heads,
+        "producer": producer,
+        "consumer": not producer,
     }
     options = {"settings": settings, "engine": engine}
     worker = _core.Worker(

@@ -25,7 +25,7 @@ def process_figures() -> dict[str, int]:
 
 
 def listening_port() -> int | None:
-    """The port that this process listens on, as the kernel sees it (``/proc/net/tcp``, state 0A)."""
+    """Where this process listens, as the kernel sees it (``/proc/net/tcp``, state 0A)."""
     inodes = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -43,7 +43,11 @@ def listening_port() -> int | None:
 
 
 def main(
-    engine: Connection, test: Connection, options: dict[str, Any], model: Model, style: Style,
+    engine: Connection,
+    test: Connection,
+    options: dict[str, Any],
+    model: Model,
+    style: Style,
     seed: int,
 ) -> None:
     """Serves one engine and one test until the test closes its end."""

@@ -104,7 +104,7 @@ def test_lease_that_ran_out_before_the_claim(make_engine: MakeEngine) -> None:
 def test_refilled_blocks_are_never_accepted(make_engine: MakeEngine, transport: str) -> None:
     """A rank that gets its order late reads blocks that hold another prompt by then: whatever it
     got, the load fails."""
-    settings = {"transport": transport, "lease_s": 0.6}
+    settings = {"transport": transport, "lease_s": 2}
     p = make_engine("p", GQA, producer=True, settings=settings)
     d = make_engine("d", GQA, producer=False, settings=settings)
     prefill = p.prefill(tokens(30))

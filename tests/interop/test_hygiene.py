@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -34,7 +35,8 @@ def test_200_requests_leave_nothing_behind(make_engine: MakeEngine, transport: s
     def requests(first: int, count: int) -> None:
         batch = 10
         for at in range(first, first + count, batch):
-            started = [p.start_prefill(tokens(2 + salt % 16, salt)) for salt in range(at, at + batch)]
+            salts = range(at, at + batch)
+            started = [p.start_prefill(tokens(2 + salt % 16, salt)) for salt in salts]
             loading = [d.decode(p.finish_prefill(*one)) for one in started]
             for i, request in enumerate(loading):
                 if i == 3:
@@ -72,14 +74,16 @@ def test_200_requests_leave_nothing_behind(make_engine: MakeEngine, transport: s
 def _python(program: str) -> Any:
     """A process of its own, ended after a minute: a fork that hangs is what is looked for."""
     return subprocess.run(
-        [sys.executable, "-c", program, __package__ or ""], text=True, capture_output=True,
-        timeout=60, check=False, env={**_environment(), "HETERO_KV_LOG": "error"},
+        [sys.executable, "-c", program, __package__ or ""],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**_environment(), "HETERO_KV_LOG": "error"},
     )
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     path = [p for p in sys.path if p]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 

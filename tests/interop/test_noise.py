@@ -137,9 +137,8 @@ def test_garbage_on_every_port(make_engine: MakeEngine) -> None:
     assert d.figures()["counters"]["reconnects"] == 0
 
 
-def test_silence_slowness_and_a_thousand_connections(
-    make_engine: MakeEngine, _many_descriptors: None
-) -> None:
+@pytest.mark.usefixtures("_many_descriptors")
+def test_silence_slowness_and_a_thousand_connections(make_engine: MakeEngine) -> None:
     """More strangers than the control port takes, on top of slow ones on both ports: a new decode
     engine still pairs at once, and all of them are gone after the frame timeout."""
     settings = {"transport": "tcp"}

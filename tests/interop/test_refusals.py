@@ -13,7 +13,7 @@ import pytest
 
 from .caches import Model
 from .conftest import MakeEngine
-from .harness import EngineFailed, tokens
+from .harness import EngineStartError, tokens
 from .ports import free_range
 
 GQA = Model(kv_heads=4)
@@ -95,9 +95,20 @@ def test_params_that_name_something_else(
 
 
 KEYS = [
-    "hetero_version", "transfer_id", "remote_engine_id", "remote_incarnation", "remote_host",
-    "remote_port", "remote_dp_rank", "remote_request_id", "tp_size", "pp_size",
-    "remote_block_ids", "remote_num_tokens", "lease_epoch", "prompt_digest",
+    "hetero_version",
+    "transfer_id",
+    "remote_engine_id",
+    "remote_incarnation",
+    "remote_host",
+    "remote_port",
+    "remote_dp_rank",
+    "remote_request_id",
+    "tp_size",
+    "pp_size",
+    "remote_block_ids",
+    "remote_num_tokens",
+    "lease_epoch",
+    "prompt_digest",
 ]
 
 
@@ -201,7 +212,7 @@ def test_exhausted_port_range_says_how_many_are_needed(make_engine: MakeEngine) 
     first, last = free_range(2)
     settings = {"port_range": f"{first}-{last}"}
     # Two ranks take both; nothing is left for the control listener.
-    with pytest.raises(EngineFailed) as failed:
+    with pytest.raises(EngineStartError) as failed:
         make_engine("p", GQA, 2, producer=True, settings=settings)
     text = str(failed.value)
     assert f"{first}-{last}" in text
@@ -210,7 +221,7 @@ def test_exhausted_port_range_says_how_many_are_needed(make_engine: MakeEngine) 
     # The same for a rank.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EngineFailed) as failed:
+        with pytest.raises(EngineStartError) as failed:
             make_engine("q", GQA, 1, producer=True, settings={"port_range": f"{port}-{port}"})
     assert f"{port}-{port}" in str(failed.value)
     assert "needs 2" in str(failed.value)
@@ -220,7 +231,7 @@ def test_exhausted_port_range_says_how_many_are_needed(make_engine: MakeEngine) 
     ("host", "word"), [("192.0.2.1", "192.0.2.1"), ("host.invalid", "host.invalid")]
 )
 def test_address_that_is_not_ours(make_engine: MakeEngine, host: str, word: str) -> None:
-    with pytest.raises(EngineFailed, match=word):
+    with pytest.raises(EngineStartError, match=word):
         make_engine("p", GQA, 1, producer=True, settings={"host": host})
 
 
@@ -264,8 +275,9 @@ CLOSING = None
         pytest.param(
             b"hK\x01\x02\x05\0\0\0ab", {"claim_timeout", "unreachable"}, id="half-a-frame"
         ),
-        pytest.param(b"hK\x01\x0b\x01\0\0\0\x80" * 5000, {"claim_timeout", "unreachable"},
-                     id="pings"),
+        pytest.param(
+            b"hK\x01\x0b\x01\0\0\0\x80" * 5000, {"claim_timeout", "unreachable"}, id="pings"
+        ),
         pytest.param(b"hK\x01\x06\x01\0\0\0\x80", {"peer_lost"}, id="granted-of-nothing"),
     ],
 )

@@ -71,7 +71,9 @@ def test_numbers_also_come_as_texts_and_within_bounds(setting: Any) -> None:
         assert type(as_number) is (int if setting.kind == "int" else float)
         assert type(as_text[setting.name]) is type(as_number)
     for value in (setting.low - 1, setting.high + 1, "nan", "inf", "", "x", None, [1], True, 1e400):
-        assert any(f.startswith(f"{setting.name}: must be") for f in faults(**{setting.name: value}))
+        assert any(
+            f.startswith(f"{setting.name}: must be") for f in faults(**{setting.name: value})
+        )
     assert faults(**{setting.name: 10**400})
 
 
@@ -106,7 +108,8 @@ def test_hosts(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["[::1]", "host:80", "a b", "x/y", "a" * 254, 7, None, "::1::2", "a\x00b", "0.0.0.0", "::"]
+    "host",
+    ["[::1]", "host:80", "a b", "x/y", "a" * 254, 7, None, "::1::2", "a\x00b", "0.0.0.0", "::"],
 )
 def test_what_is_no_host(host: Any) -> None:
     assert faults(host=host)[0].startswith("host: must be")

@@ -1,4 +1,4 @@
-"""``kv_transfer_params`` through the real hooks: nothing raises, and the counter names the fault."""
+"""``kv_transfer_params`` through the real hooks: nothing raises, the counter names the fault."""
 
 from __future__ import annotations
 
@@ -85,7 +85,17 @@ def pair(config_folder: Path) -> Iterator[Pair]:
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     "change",
-    ["missing", "null", "object", "list of texts", "huge", "negative", "nan", "control", "not json"],
+    [
+        "missing",
+        "null",
+        "object",
+        "list of texts",
+        "huge",
+        "negative",
+        "nan",
+        "control",
+        "not json",
+    ],
 )
 def test_each_key_in_each_wrong_form_is_counted_by_name(pair: Pair, key: str, change: str) -> None:
     params = dict(pair.params)
@@ -102,16 +112,16 @@ def test_each_key_in_each_wrong_form_is_counted_by_name(pair: Pair, key: str, ch
             "control": "a\x00b",
             "not json": {1, 2},
         }[change]
+    # What is no JSON has no keys.
     expected = "*" if change in ("nan", "not json") else key
-    if (key, change) in {("remote_request_id", "huge"), ("remote_host", "huge")}:
-        assert pair.outcome(params) == ("error", {("bad_params", key): 1})
-        return
     assert pair.outcome(params) == ("error", {("bad_params", expected): 1})
 
 
 def test_numbers_as_texts_are_taken(pair: Pair) -> None:
-    params = {k: str(v) if isinstance(v, int) and not isinstance(v, bool) else v
-              for k, v in pair.params.items()}
+    params = {
+        k: str(v) if isinstance(v, int) and not isinstance(v, bool) else v
+        for k, v in pair.params.items()
+    }
     # The epoch is wrong on purpose, so that the template's lease is left for other cases.
     params["lease_epoch"] = str(int(params["lease_epoch"]) + 5)
     assert pair.outcome(params, PROMPT) == ("error", {("lease_gone", ""): 1})
@@ -127,8 +137,8 @@ def test_flags_that_are_no_truth_values(pair: Pair, flag: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("key", "value", "reason", "field"),
     [
-        ("remote_engine_id", "someone-else", "pair_refused", "engine_id"),
-        ("remote_incarnation", "0" * 16, "peer_lost", ""),
+        ("remote_engine_id", "someone-else", "pair_refused", "remote_engine_id"),
+        ("remote_incarnation", "0" * 16, "pair_refused", "remote_incarnation"),
         ("lease_epoch", 12345, "lease_gone", ""),
         ("transfer_id", "0" * 31 + "1", "lease_gone", ""),
         ("tp_size", 4, "bad_params", "tp_size"),
@@ -138,10 +148,8 @@ def test_flags_that_are_no_truth_values(pair: Pair, flag: str, value: Any) -> No
     ],
 )
 def test_foreign_values(pair: Pair, key: str, value: Any, reason: str, field: str) -> None:
-    outcome, added = pair.outcome({**pair.params, key: value})
-    assert outcome == "error"
-    (counted,) = added
-    assert counted[0] == reason or added == {(reason, field): 1}, added
+    outcome = pair.outcome({**pair.params, key: value})
+    assert outcome == ("error", {(reason, field): 1})
 
 
 def test_params_that_name_this_engine(pair: Pair) -> None:
@@ -192,23 +200,32 @@ def test_a_prefill_with_bad_params_is_answered_without_a_lease(pair: Pair, param
 
 
 def test_a_second_owner_of_a_transfer_id_is_refused(pair: Pair) -> None:
-    pair.p.add("second", PROMPT, {
-        "do_remote_decode": True, "transfer_id": pair.params["transfer_id"],
-    })
+    pair.p.add(
+        "second",
+        PROMPT,
+        {
+            "do_remote_decode": True,
+            "transfer_id": pair.params["transfer_id"],
+        },
+    )
     run_until(lambda: "second" in pair.p.outcomes, pair.p)
     assert pair.p.answers["second"] is None
     assert pair.p.figures()["counters"]["offers_refused"] >= 1
 
 
 def test_null_and_unknown_keys_are_ignored_by_prefill(pair: Pair) -> None:
-    pair.p.add("nulls", PROMPT, {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": None,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "something": {"else": 1},
-    })
+    pair.p.add(
+        "nulls",
+        PROMPT,
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": None,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "something": {"else": 1},
+        },
+    )
     run_until(lambda: "nulls" in pair.p.outcomes, pair.p)
     assert set(KEYS) <= pair.p.answers["nulls"].keys()
 

@@ -9,7 +9,14 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed")
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorLogging,
     KVConnectorProm,
@@ -113,7 +120,7 @@ def test_counters_count_up_and_gauges_replace(config_folder: Path) -> None:
     assert series[f"hetero_kv_bytes_read_total{{{labels},{sources}}}"] == 15
     assert series[f"hetero_kv_unquiesced_loads{{{labels}}}"] == 0
     assert series[f"hetero_kv_load_seconds_count{{{labels}}}"] == 2
-    assert series[f'hetero_kv_load_seconds_bucket{{engine="1",le="0.005",model_name="m"}}'] == 1
+    assert series['hetero_kv_load_seconds_bucket{engine="1",le="0.005",model_name="m"}'] == 1
 
 
 def test_real_prometheus_classes_take_the_metrics(config_folder: Path) -> None:
@@ -123,7 +130,9 @@ def test_real_prometheus_classes_take_the_metrics(config_folder: Path) -> None:
         KVConnectorProm(config, ["model_name", "engine"], {0: ["m", "0"]})
         assert "hetero_kv_leases_alive" in REGISTRY._names_to_collectors
     finally:
-        made = {REGISTRY._names_to_collectors[n] for n in set(REGISTRY._names_to_collectors) - before}
+        made = {
+            REGISTRY._names_to_collectors[n] for n in set(REGISTRY._names_to_collectors) - before
+        }
         for collector in made:
             REGISTRY.unregister(collector)
 

@@ -152,9 +152,10 @@ def test_the_gauge_of_unquiesced_loads_is_the_sum_over_ranks(config_folder: Path
 
 
 def test_failures_come_with_their_blocks_and_reasons_in_one_step(config_folder: Path) -> None:
-    with engines(
-        (config_folder, "kv_producer", {}), (config_folder, "kv_consumer", {"tp": 2})
-    ) as (p, d):
+    with engines((config_folder, "kv_producer", {}), (config_folder, "kv_consumer", {"tp": 2})) as (
+        p,
+        d,
+    ):
         params = prefill(p)
         seen: list[tuple[set[str], set[int], Any]] = []
 

@@ -340,3 +340,15 @@ def test_params_that_are_no_object_do_not_end_the_engine(config_folder: Path, pa
         assert d.outcomes["d0"] == "length"
         assert failures(d) == {("bad_params", "*"): 1}
         assert_nothing_held(d)
+
+
+def test_a_prefill_engine_that_is_gone_fails_the_load(config_folder: Path) -> None:
+    with engines((config_folder, "kv_consumer", {"settings": {"claim_timeout_s": 5}})) as (d,):
+        with engines((config_folder, "kv_producer", {})) as (p,):
+            params = prefill(p)
+        d.add("d0", PROMPT, params)
+        drain(d)
+        assert d.outcomes["d0"] == "error"
+        ((reason, _, count),) = d.figures()["failures"]
+        assert (reason, count) in {("unreachable", 1), ("claim_timeout", 1), ("peer_lost", 1)}
+        assert_nothing_held(d)

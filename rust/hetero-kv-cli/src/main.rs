@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod demo;
 mod output;
 mod plan;
 mod verify;
@@ -28,12 +29,15 @@ enum Command {
     Plan(plan::Args),
     /// Did KV move? Sends prompts through a proxy and reads the engines' counters
     Verify(verify::Args),
+    /// The main job on real vLLM engines of this host, proven (see `hetero-kv demo --help`)
+    Demo(demo::Args),
 }
 
 fn main() -> ExitCode {
     let (name, outcome) = match Cli::parse().command {
         Command::Plan(args) => ("plan", plan::run(&args)),
         Command::Verify(args) => ("verify", verify::run(&args)),
+        Command::Demo(args) => ("demo", demo::run(&args)),
     };
     match outcome {
         Ok(output::Verdict::Right) => ExitCode::SUCCESS,

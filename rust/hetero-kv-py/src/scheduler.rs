@@ -93,6 +93,8 @@ impl Scheduler {
 
     /// `request_finished` of a prefill for another engine: the params to answer with, as JSON, or
     /// `None` and the reason why its blocks are not held.
+    // The hook's own values, one by one: a class for them would only be for this call.
+    #[allow(clippy::too_many_arguments)]
     fn prefilled(
         &self,
         py: Python<'_>,

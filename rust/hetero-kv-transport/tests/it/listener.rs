@@ -191,6 +191,59 @@ fn a_fetch_out_of_bounds_is_refused_and_the_connection_lives() {
     }
 }
 
+/// The lease ends while the holder is in the middle of a fetch, because its reader does not take
+/// the bytes: exactly that fetch ends as gone after its bytes, those before it are good, those
+/// behind it send none.
+#[test]
+fn a_lease_that_ends_inside_a_fetch_is_told_after_its_bytes() {
+    const FETCHES: u64 = 20;
+    let mut holder = Holder::start(HolderConfig::default());
+    let mut stream = attached(&holder);
+    for id in 0..FETCHES {
+        let fetch = Fetch {
+            id,
+            slot: Slot(0),
+            epoch: Epoch(1),
+            runs: vec![SourceRun(0, 0, 1 << 20); 4],
+        };
+        stream
+            .write_all(&encode(Kind::Fetch, &fetch).expect("small"))
+            .expect("sent");
+    }
+    // Far more than the socket buffers of both ends hold, so it stands still inside a fetch.
+    thread::sleep(Duration::from_millis(500));
+    holder.order(Order::Bump { slot: 0, epoch: 2 });
+    let mut story = Vec::new();
+    for id in 0..FETCHES {
+        let (mut kind, mut payload) = receive(&mut stream);
+        let mut bytes = 0;
+        if kind == Kind::FetchData {
+            let data: FetchData = decode(kind, &payload).expect("own format");
+            bytes = data.bytes;
+            stream
+                .read_exact(&mut vec![0; bytes as usize])
+                .expect("the announced bytes");
+            (kind, payload) = receive(&mut stream);
+        }
+        assert_eq!(kind, Kind::FetchEnd);
+        let end: FetchEnd = decode(kind, &payload).expect("own format");
+        assert_eq!(end.id, id);
+        story.push((bytes > 0, end.status));
+    }
+    let good = story
+        .iter()
+        .take_while(|part| **part == (true, FetchStatus::Ok))
+        .count();
+    assert!(good > 0, "{story:?}");
+    assert_eq!(story[good], (true, FetchStatus::LeaseGone), "{story:?}");
+    assert!(
+        story[good + 1..]
+            .iter()
+            .all(|part| *part == (false, FetchStatus::LeaseGone)),
+        "{story:?}"
+    );
+}
+
 /// A reader that asks and does not take holds up nobody else.
 #[test]
 fn a_reader_that_takes_nothing_delays_no_other() {

@@ -75,16 +75,15 @@ impl WithheldPage {
     }
 }
 
-#[test]
-fn a_read_that_hangs_in_the_kernel_is_not_reported_before_it_ends() {
+/// A holder, a withheld page and a reader into it; `None` where the kernel does not offer it.
+fn setting() -> Option<(Holder, WithheldPage, Reader)> {
     let page = match WithheldPage::new() {
         Ok(page) => page,
         Err(error) => {
             eprintln!("skipped: userfaultfd is not available here: {error}");
-            return;
+            return None;
         }
     };
-    let holder = Holder::start(HolderConfig::default());
     let region = MemoryRegion {
         base: page.address,
         bytes: PAGE_BYTES as u64,
@@ -99,15 +98,24 @@ fn a_read_that_hangs_in_the_kernel_is_not_reported_before_it_ends() {
             ..ReaderOptions::default()
         },
     );
-    let run = Run {
-        source_region: 0,
-        source_offset: 0,
-        dest_region: 0,
-        dest_offset: 0,
-        bytes: PAGE_BYTES as u64,
+    Some((Holder::start(HolderConfig::default()), page, reader))
+}
+
+const RUN: Run = Run {
+    source_region: 0,
+    source_offset: 0,
+    dest_region: 0,
+    dest_offset: 0,
+    bytes: PAGE_BYTES as u64,
+};
+
+#[test]
+fn a_read_that_hangs_in_the_kernel_is_not_reported_before_it_ends() {
+    let Some((holder, page, reader)) = setting() else {
+        return;
     };
     reader
-        .submit(job(1, &holder.source, &[run]))
+        .submit(job(1, &holder.source, &[RUN]))
         .expect("taken");
     thread::sleep(Duration::from_millis(100));
     assert!(reader.cancel(1));
@@ -131,4 +139,19 @@ fn a_read_that_hangs_in_the_kernel_is_not_reported_before_it_ends() {
         .shutdown(now() + Duration::from_secs(5))
         .expect("quiescent");
     assert_eq!(reader.stats().jobs_unquiesced, 0);
+}
+
+#[test]
+fn a_read_that_arrives_after_its_deadline_is_no_success() {
+    let Some((holder, page, reader)) = setting() else {
+        return;
+    };
+    let mut job = job(1, &holder.source, &[RUN]);
+    job.deadline = now() + Duration::from_millis(500);
+    reader.submit(job).expect("taken");
+    assert!(!reader.wait(Duration::from_millis(700)), "it hangs");
+    page.release().expect("the kernel goes on");
+    let done = wait_one(&reader);
+    assert_eq!(failure_kind(&done), ReadFailureKind::Deadline);
+    assert_eq!(done.reads[0].bytes, PAGE_BYTES as u64, "all had arrived");
 }

@@ -1,0 +1,103 @@
+"""What the matrix says in the end: a JSON line and a table row for each topology."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .cluster import Cluster
+
+FILE = Path(__file__).parents[2] / "target" / "matrix.jsonl"
+RECORDS: list[dict[str, Any]] = []
+
+COLUMNS = (
+    ("model", 9), ("topology", 30), ("transport", 9), ("equal", 7), ("bytes moved", 12),
+    ("planned", 12), ("computed", 8), ("control", 8), ("sources", 24), ("leases", 6),
+    ("blocks", 6), ("growth KiB", 10), ("ready s", 7), ("failed", 6),
+)  # fmt: skip
+
+
+def record(cluster: Cluster) -> dict[str, Any]:
+    """One topology's figures; what was not asked for is null."""
+    honest = cluster.__dict__.get("honest")
+    control = cluster.__dict__.get("control")
+    out: dict[str, Any] = {
+        "model": cluster.case.model,
+        "topology": cluster.case.topology,
+        "transport_setting": cluster.case.transport,
+        "transports": sorted(cluster.transports()),
+        "ready_s": round(cluster.ready_s, 1),
+        "rss_growth_bytes": cluster.growth_bytes,
+        "checks": cluster.checks,
+    }
+    if honest is not None:
+        moves = [row for row in honest.rows if row.moves]
+        sources: Counter[str] = Counter()
+        for row in honest.rows:
+            sources.update(row.sources)
+        out |= {
+            "prompts": len(honest.rows),
+            "tokens_equal": sum(row.equal for row in honest.rows),
+            "prompts_that_move": len(moves),
+            "bytes_moved": sum(row.moved_bytes for row in honest.rows),
+            "bytes_planned": sum(row.planned_bytes for row in honest.rows),
+            "bytes_counted": int(honest.counters.bytes_read),
+            "tokens_external": int(honest.counters.external_tokens),
+            "tokens_computed_on_decode": int(honest.counters.computed_tokens),
+            "bytes_by_source": dict(sorted(sources.items())),
+            "seconds": round(honest.seconds, 2),
+        }
+        if control is not None:
+            changed = [
+                b
+                for a, b in zip(honest.rows, control.rows, strict=True)
+                if a.moves and not b.equal
+            ]
+            out["control_changed"] = len(changed)
+            out["control_bytes_moved"] = sum(row.moved_bytes for row in control.rows)
+    held = cluster.prefill_blocks.read()
+    out |= {"leases_alive": held.leases, "blocks_held": held.blocks, "cache_usage": held.usage}
+    return out
+
+
+def add(cluster: Cluster) -> None:
+    """Writes one topology's line; the file holds the lines of the last session."""
+    line = record(cluster)
+    if not RECORDS:
+        FILE.parent.mkdir(parents=True, exist_ok=True)
+        FILE.unlink(missing_ok=True)
+    RECORDS.append(line)
+    descriptor = os.open(FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def table() -> list[str]:
+    lines = ["  ".join(f"{name:>{width}}" for name, width in COLUMNS)]
+    for line in RECORDS:
+        growth = line["rss_growth_bytes"]
+        cells = (
+            line["model"],
+            line["topology"],
+            "+".join(line["transports"]) or "-",
+            f"{line.get('tokens_equal', '-')}/{line.get('prompts', '-')}",
+            str(line.get("bytes_moved", "-")),
+            str(line.get("bytes_planned", "-")),
+            str(line.get("tokens_computed_on_decode", "-")),
+            f"{line.get('control_changed', '-')}/{line.get('prompts_that_move', '-')}",
+            " ".join(line.get("bytes_by_source", {})) or "-",
+            str(line["leases_alive"]),
+            str(line["blocks_held"]),
+            "-" if growth is None else str(growth // 1024),
+            f"{line['ready_s']:.0f}",
+            ",".join(name for name, ok in line["checks"].items() if not ok) or "none",
+        )
+        lines.append(
+            "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+        )
+    return lines

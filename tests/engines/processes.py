@@ -1,0 +1,103 @@
+"""Processes of an engine as the kernel sees them: who they are, their memory, their ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_kv.demo.engines import Engine
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LISTEN = "0A"
+
+
+def tree(root: int) -> list[int]:
+    """`root` and everything below it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # The name in parentheses may hold spaces.
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def title(pid: int) -> str:
+    """The process's command line; vLLM sets it to what the process does."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
+
+
+def workers(engine: Engine) -> list[int]:
+    """The engine's rank processes."""
+    found = [pid for pid in tree(engine.process.pid) if "VLLM::Worker" in title(pid)]
+    assert found, f"{engine.name}: no worker process among {tree(engine.process.pid)}"
+    return found
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def memory(engine: Engine) -> dict[int, int]:
+    """Resident bytes of each process of the engine."""
+    sizes = {}
+    for pid in tree(engine.process.pid):
+        with contextlib.suppress(OSError):
+            sizes[pid] = rss_bytes(pid)
+    return sizes
+
+
+def listening_ports(engine: Engine, ports: range) -> list[int]:
+    """Ports of this range on which a process of the engine listens (IPv4)."""
+    inodes = set()
+    for pid in tree(engine.process.pid):
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(descriptor))
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        port = int(fields[1].rpartition(":")[2], 16)
+        if fields[3] == LISTEN and port in ports and f"socket:[{fields[9]}]" in inodes:
+            found.append(port)
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Held by SIGSTOP within the block; a process that has ended by then is left alone."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that the process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(condition, timeout_s: float, what: str, interval_s: float = 0.02) -> None:  # type: ignore[no-untyped-def]
+    """Returns when `condition()` is true; an `AssertionError` naming `what` at the deadline."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
+        time.sleep(interval_s)
