@@ -71,7 +71,7 @@ test: needs install-env test-cargo ## cargo tests, and pytest with a small part 
 
 .PHONY: test-vllm
 test-vllm: needs install-env ## All tests on real vLLM engines
-	$(call stage,pytest on real engines,"$(ENV_PYTHON)" -m pytest $(ARGS) tests/vllm)
+	$(call stage,pytest on real engines,"$(ENV_PYTHON)" -m pytest $(ARGS) tests/vllm tests/engines)
 
 .PHONY: test-cargo
 test-cargo: ## cargo tests only; needs neither Python nor vLLM
@@ -79,11 +79,14 @@ test-cargo: ## cargo tests only; needs neither Python nor vLLM
 		then cargo nextest run --release --locked; else cargo test --release --locked; fi)
 
 .PHONY: lint
-lint: env ## cargo fmt and clippy; ruff and mypy
+lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and the failure table are true
 	$(call stage,cargo fmt,cargo fmt --all --check)
 	$(call stage,clippy,cargo clippy --release --locked --workspace --all-targets -- -D warnings)
 	$(call stage,ruff,"$(ENV_BIN)ruff" check . && "$(ENV_BIN)ruff" format --check .)
 	$(call stage,mypy,"$(ENV_BIN)mypy")
+	$(call stage,stubtest,"$(ENV_PYTHON)" -m mypy.stubtest hetero_kv._core)
+	$(call stage,generated pages,(for page in tools/gen_*.py; do "$(ENV_PYTHON)" "$$page" --check || exit; done))
+	$(call stage,failure table,python3 tools/check_failures.py)
 
 .PHONY: bench
 bench: install-env ## Benchmarks; what each answers is in benches/README.md

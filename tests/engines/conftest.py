@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +40,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("matrix")
         for line in matrix_report.table():
             terminalreporter.write_line(line)
+    if matrix_report.MEASURES:
+        terminalreporter.section("measured")
+        for figures in matrix_report.MEASURES:
+            terminalreporter.write_line(json.dumps(figures))
+    if matrix_report.RECORDS or matrix_report.MEASURES:
         terminalreporter.write_line(f"lines: {matrix_report.FILE}")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Notes each verdict of a topology in its line of the matrix."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")

@@ -1,9 +1,9 @@
-"""What the matrix says in the end: a JSON line and a table row for each topology."""
+"""What the tests say in the end: a JSON line and a table row for each topology, and what the tests
+of faults measured."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from .cluster import Cluster
 
 FILE = Path(__file__).parents[2] / "target" / "matrix.jsonl"
 RECORDS: list[dict[str, Any]] = []
+MEASURES: list[dict[str, Any]] = []
 
 COLUMNS = (
     ("model", 9), ("topology", 30), ("transport", 9), ("equal", 7), ("bytes moved", 12),
@@ -52,9 +53,7 @@ def record(cluster: Cluster) -> dict[str, Any]:
         }
         if control is not None:
             changed = [
-                b
-                for a, b in zip(honest.rows, control.rows, strict=True)
-                if a.moves and not b.equal
+                b for a, b in zip(honest.rows, control.rows, strict=True) if a.moves and not b.equal
             ]
             out["control_changed"] = len(changed)
             out["control_bytes_moved"] = sum(row.moved_bytes for row in control.rows)
@@ -64,17 +63,26 @@ def record(cluster: Cluster) -> dict[str, Any]:
 
 
 def add(cluster: Cluster) -> None:
-    """Writes one topology's line; the file holds the lines of the last session."""
+    """Writes one topology's line."""
     line = record(cluster)
-    if not RECORDS:
-        FILE.parent.mkdir(parents=True, exist_ok=True)
-        FILE.unlink(missing_ok=True)
+    _write(line)
     RECORDS.append(line)
-    descriptor = os.open(FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
-    finally:
-        os.close(descriptor)
+
+
+def measure(name: str, **figures: Any) -> None:
+    """Writes what a test has measured, with the unit in each figure's name."""
+    line = {"measure": name, **figures}
+    _write(line)
+    MEASURES.append(line)
+
+
+def _write(line: dict[str, Any]) -> None:
+    """The file holds the lines of the last session."""
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    if not RECORDS and not MEASURES:
+        FILE.unlink(missing_ok=True)
+    with FILE.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def table() -> list[str]:

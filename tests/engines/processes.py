@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hetero_kv.demo.engines import Engine
@@ -95,7 +95,9 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_until(condition, timeout_s: float, what: str, interval_s: float = 0.02) -> None:  # type: ignore[no-untyped-def]
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, what: str, interval_s: float = 0.02
+) -> None:
     """Returns when `condition()` is true; an `AssertionError` naming `what` at the deadline."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -17,7 +17,7 @@ from hetero_kv.demo.witness import ModelShape, block_tokens
 
 PROMPTS = 16
 PROMPT_TOKENS_MAX = 700
-# Block counts are to differ between the prompts of the faults, so their longest stays below.
+# Below what the decode engine of the faults takes, which refuses longer ones on purpose.
 FAULT_PROMPT_TOKENS_MAX = 300
 
 

@@ -61,6 +61,17 @@ def test_every_byte(
     d.assert_clean()
 
 
+def test_the_comparison_sees_one_changed_block(make_engine: MakeEngine) -> None:
+    """What the other tests rest on."""
+    p, d = _pair(make_engine, 1, 2, "tcp")
+    load = d.loaded(d.decode(p.prefill(tokens(9))))
+    assert load.ok, load.text
+    d.check_bytes()
+    d.rank_ask(1, "scribble", load.dest[:1])
+    with pytest.raises(AssertionError, match=r"d rank 1: .* bytes differ"):
+        d.check_bytes()
+
+
 def _check_counts(
     model: Model, tp_d: int, reports: list[dict[str, object]], blocks: int, transport: str
 ) -> None:

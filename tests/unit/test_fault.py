@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_kv.fault import FlipSource, fault, flip
+from hetero_kv.fault import FlipSource, fault, fault_mark, flip
 
 
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +60,16 @@ def test_an_aborted_prompt_is_forgotten() -> None:
     source.discard("a")
     source.discard("never seen")
     assert source.blocks(step({"a": 20}, {"a": 0}, {"a"}), None) == []
+
+
+def test_a_mark_limits_the_fault_to_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_KV_FAULT", "flip-source:control")
+    assert (fault(), fault_mark()) == ("flip-source", "control")
+    source = FlipSource(fault_mark())
+    for name in ("cmpl-control-1", "cmpl-2"):
+        source.add(SimpleNamespace(request_id=name, num_prompt_tokens=20))
+    manager = SimpleNamespace(
+        get_block_ids=lambda name: ([4], [5]) if "control" in name else ([6],)
+    )
+    both = {"cmpl-control-1": 20, "cmpl-2": 20}
+    assert source.blocks(step(both, dict.fromkeys(both, 0), set(both)), manager) == [4, 5]

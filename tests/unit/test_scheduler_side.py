@@ -63,6 +63,8 @@ class Pair:
         name = f"d{self.count}"
         self.d.add(name, prompt or PROMPT, params)
         run_until(lambda: name in self.d.outcomes, self.d)
+        # While a transfer lives its id belongs to the params it came with first.
+        run_until(lambda: not self.d.figures()["gauges"]["transfers_open"], self.d)
         before, self.seen = self.seen, self.counted()
         added = {k: n - before.get(k, 0) for k, n in self.seen.items() if n != before.get(k, 0)}
         return self.d.outcomes[name], added

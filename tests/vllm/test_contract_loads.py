@@ -179,6 +179,20 @@ def test_a_preempted_request_does_not_load_again(config_folder: Path) -> None:
         assert_nothing_held(p, d)
 
 
+@pytest.mark.parametrize(("said", "computed"), [(10, 90), (1000, 1)])
+def test_a_changed_number_of_tokens_in_the_params_does_no_harm(
+    config_folder: Path, said: int, computed: int
+) -> None:
+    with pair(config_folder, {"settings": {"lease_s": 3600}}) as (p, d):
+        d.add("d0", PROMPT, {**prefill(p), "remote_num_tokens": said}, max_tokens=50)
+        run_until(lambda: "d0" in d.scheduled, p, d)
+        assert d.scheduled["d0"] == [computed]
+        assert d.workers[0].holds(PROMPT, d.blocks_of("d0"))
+        drain(p, d)
+        assert d.outcomes["d0"] == "length"
+        assert_nothing_held(p, d)
+
+
 def test_four_siblings_read_one_lease(config_folder: Path) -> None:
     with pair(config_folder, {"settings": {"lease_s": 3600}}, {"log_stats": True}) as (p, d):
         params = prefill(p)
@@ -352,3 +366,17 @@ def test_a_prefill_engine_that_is_gone_fails_the_load(config_folder: Path) -> No
         ((reason, _, count),) = d.figures()["failures"]
         assert (reason, count) in {("unreachable", 1), ("claim_timeout", 1), ("peer_lost", 1)}
         assert_nothing_held(d)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_read_is_given_back_and_not_acknowledged(config_folder: Path, policy: str) -> None:
+    with pair(config_folder, {"settings": {"lease_s": 3600}}, {"policy": policy}) as (p, d):
+        params = prefill(p)
+        # The rank's data plane is gone, its control plane and its part in releases are not.
+        p.workers[0].connector._worker._core.shutdown(5.0)
+        d.add("d0", PROMPT, params, max_tokens=2)
+        drain(p, d)
+        assert d.outcomes["d0"] == ("error" if policy == "fail" else "length")
+        counters = p.figures()["counters"]
+        assert (counters["leases_read_out"], counters["leases_released"]) == (0, 1)
+        assert_nothing_held(p, d)

@@ -26,8 +26,9 @@ use crate::error::{ReadFailureKind, TransportError};
 use crate::transport::{Completion, Interrupt, ReadBatch, Source, TransportName, describe};
 use crate::waker::Waker;
 
-/// Longest time to reach a source again that was just lost: its host answers at once, or is gone.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest time to reach a source again that was just lost. A host that lives answers at once; one
+/// that is gone has to be told so within two seconds.
+const RECONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// What the reader holds of a session.
 pub(super) struct SessionHandle {
@@ -155,7 +156,7 @@ pub(super) struct Session {
     pieces: VecDeque<Active>,
     next_key: u64,
     next_ticket: u64,
-    /// When the attempt to connect began.
+    /// When the attempt to connect began; it may be interrupted and taken up again.
     connecting_since: Option<Time>,
     /// Whether the last connection was lost, and not given up by us.
     lost: bool,
@@ -193,6 +194,7 @@ impl Session {
             self.take_mail();
             self.end_stopped();
             if self.pieces.is_empty() {
+                self.connecting_since = None;
                 let idle_left =
                     (idle_since + self.shared.options.session_idle_timeout).since(now());
                 if self.close_if_idle(idle_left.is_zero()) {

@@ -96,6 +96,7 @@ class Site:
 
     def require_ready(self) -> None:
         """The proxy sees both sides healthy again."""
+
         def ready() -> bool:
             with contextlib.suppress(OSError):
                 return http_get(self.port, "/ready", 2.0)[0] == 200
