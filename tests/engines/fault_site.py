@@ -63,6 +63,11 @@ class Site:
     def __post_init__(self) -> None:
         self.blocks = {name: HeldBlocks([engine]) for name, engine in self.engines.items()}
 
+    def add(self, engine: Engine, name: str) -> None:
+        """One more engine, warm and asked for nothing yet."""
+        self.engines[name] = engine
+        self.blocks[name] = HeldBlocks([engine])
+
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
 

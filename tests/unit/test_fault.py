@@ -73,3 +73,19 @@ def test_a_mark_limits_the_fault_to_some_requests(monkeypatch: pytest.MonkeyPatc
     )
     both = {"cmpl-control-1": 20, "cmpl-2": 20}
     assert source.blocks(step(both, dict.fromkeys(both, 0), set(both)), manager) == [4, 5]
+
+
+def test_a_mark_limits_the_fault_to_requests_that_carry_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HETERO_KV_FAULT", "flip-source")
+    assert fault_mark() == ""
+    monkeypatch.setenv("HETERO_KV_FAULT", "flip-source:control")
+    assert fault() == "flip-source"
+    assert fault_mark() == "control"
+    source = FlipSource(fault_mark())
+    for name in ("cmpl-control-001", "cmpl-pass-001"):
+        source.add(SimpleNamespace(request_id=name, num_prompt_tokens=4))
+    manager = SimpleNamespace(get_block_ids=lambda name: ([len(name)],))
+    names = {"cmpl-control-001": 4, "cmpl-pass-001": 4}
+    assert source.blocks(step(names, dict.fromkeys(names, 0), set(names)), manager) == [16]

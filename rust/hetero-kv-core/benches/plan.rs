@@ -107,7 +107,9 @@ fn main() -> ExitCode {
         },
     ];
     println!("{LAYERS} layers, one consumer rank; best and median of {ROUNDS} rounds");
-    println!("case                        ids         blocks     runs    best ms  median ms  ns/run");
+    println!(
+        "case                        ids         blocks     runs    best ms  median ms  ns/run"
+    );
     let mut within = true;
     for case in &cases {
         for ids in [Ids::Neighbours, Ids::Scattered] {

@@ -109,13 +109,21 @@ fn leaks() {
         }
     };
     cycle();
+    // A thread that has ended may stand in procfs for a moment longer.
+    thread::sleep(Duration::from_secs(1));
     let before = (descriptors(), threads());
     for _ in 0..20 {
         cycle();
     }
-    // A thread that has ended may stand in procfs for a moment longer.
-    thread::sleep(Duration::from_millis(100));
-    assert_eq!((descriptors(), threads()), before);
+    let settled = (0..100).any(|_| {
+        thread::sleep(Duration::from_millis(100));
+        descriptors() <= before.0 && threads() <= before.1
+    });
+    let after = (descriptors(), threads());
+    assert!(
+        settled,
+        "(descriptors, threads): {before:?}, then {after:?}"
+    );
 }
 
 #[test]
@@ -145,7 +153,7 @@ fn idle_cost() {
     thread::sleep(Duration::from_secs(2));
     let used = spent() - before;
     assert!(
-        used < Duration::from_millis(2),
+        used < Duration::from_millis(5),
         "{used:?} in two idle seconds"
     );
 
@@ -155,8 +163,11 @@ fn idle_cost() {
     });
     brief.submit(job(1, &holder.source, &[RUN])).expect("taken");
     wait_one(&brief).outcome.expect("read");
-    thread::sleep(Duration::from_millis(600));
-    assert_eq!(brief.stats().sessions, 0);
+    let ended = (0..100).any(|_| {
+        thread::sleep(Duration::from_millis(100));
+        brief.stats().sessions == 0
+    });
+    assert!(ended, "the session stays");
     brief.submit(job(2, &holder.source, &[RUN])).expect("taken");
     wait_one(&brief).outcome.expect("read by a new session");
 }

@@ -5,7 +5,6 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use hetero_kv_core::memory::{MemoryRegion, Run};
@@ -13,6 +12,7 @@ use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
 use hetero_kv_transport::memory::LocalMemory;
 use hetero_kv_transport::reader::{Reader, ReaderOptions, TransportChoice};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 use super::holder::{Holder, HolderConfig, failure_kind, job, wait_one};
@@ -33,7 +33,8 @@ struct WithheldPage {
 impl WithheldPage {
     fn new() -> std::io::Result<Self> {
         // SAFETY: the call takes flags only; its result is a new descriptor or an error.
-        let fault = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
+        let fault =
+            unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
         let fault = i32::try_from(fault).map_err(std::io::Error::other)?;
         if fault < 0 {
             return Err(std::io::Error::last_os_error());
@@ -55,6 +56,17 @@ impl WithheldPage {
         // Mode 1: missing pages.
         this.control(UFFDIO_REGISTER, &mut [address, PAGE_BYTES as u64, 1, 0])?;
         Ok(this)
+    }
+
+    /// Waits until somebody hangs on the page.
+    fn wait_touched(&self) {
+        let mut fds = [PollFd::new(&self.fault, PollFlags::IN)];
+        let timeout = Timespec {
+            tv_sec: 30,
+            tv_nsec: 0,
+        };
+        let touched = poll(&mut fds, Some(&timeout)).expect("a descriptor");
+        assert_eq!(touched, 1, "nobody touched the page");
     }
 
     fn release(&self) -> std::io::Result<()> {
@@ -146,10 +158,12 @@ fn a_read_that_arrives_after_its_deadline_is_no_success() {
     let Some((holder, page, reader)) = setting() else {
         return;
     };
-    let mut job = job(1, &holder.source, &[RUN]);
-    job.deadline = now() + Duration::from_millis(500);
-    reader.submit(job).expect("taken");
-    assert!(!reader.wait(Duration::from_millis(700)), "it hangs");
+    reader
+        .submit(job(1, &holder.source, &[RUN]))
+        .expect("taken");
+    page.wait_touched();
+    assert!(reader.extend(1, now() + Duration::from_millis(100)));
+    assert!(!reader.wait(Duration::from_millis(200)), "it hangs");
     page.release().expect("the kernel goes on");
     let done = wait_one(&reader);
     assert_eq!(failure_kind(&done), ReadFailureKind::Deadline);
