@@ -101,59 +101,60 @@ class Background:
 
 
 class Stream:
-    """A streamed request. `stamps` holds (seconds, tokens so far) of each chunk that came."""
+    """Streamed requests one after another, each as soon as the last has ended, until `leave`.
 
-    def __init__(self, engine: Engine, body: dict[str, Any]) -> None:
-        self.stamps: list[tuple[float, int]] = []
+    `chunks` counts what came of all of them. Nothing is parsed: a client that works for each
+    token would take the processor from the engine that it measures.
+    """
+
+    def __init__(self, engine: Engine, first: dict[str, Any], others: dict[str, Any]) -> None:
+        self.chunks = 0
         self.error: str = ""
-        self._connection = http.client.HTTPConnection(HOST, engine.port, timeout=TIMEOUT_S)
-        self._connection.connect()
-        self._socket = self._connection.sock
-        self._left = False
-        self._thread = threading.Thread(
-            target=self._read, args=(json.dumps({**body, "stream": True}),), daemon=True
-        )
+        self._port = engine.port
+        self._socket: socket.socket | None = None
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(first, others), daemon=True)
         self._thread.start()
 
-    def _read(self, body: str) -> None:
-        tokens = 0
+    def _read(self, first: dict[str, Any], others: dict[str, Any]) -> None:
         try:
-            self._connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
-            response = self._connection.getresponse()
-            if response.status != 200:
-                self.error = f"{response.status}: {response.read(300)!r}"
-                return
-            while line := response.readline(ANSWER_BYTES_MAX):
-                at_s = time.monotonic()
-                if not line.startswith(b"data: {"):
-                    continue
-                part = json.loads(line[6:])
-                if "error" in part:
-                    self.error = str(part["error"])
-                    return
-                tokens += sum(len(choice.get("token_ids") or ()) for choice in part["choices"])
-                self.stamps.append((at_s, tokens))
+            self._read_one(first)
+            while not self._left.is_set():
+                self._read_one(others)
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-            if not self._left:
+            if not self._left.is_set():
                 self.error = repr(error)
-        finally:
-            self._connection.close()
 
-    @property
-    def tokens(self) -> int:
-        return self.stamps[-1][1] if self.stamps else 0
+    def _read_one(self, body: dict[str, Any]) -> None:
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=TIMEOUT_S)
+        try:
+            connection.connect()
+            self._socket = connection.sock
+            self._read_answer(connection, json.dumps({**body, "stream": True}))
+        finally:
+            connection.close()
+
+    def _read_answer(self, connection: http.client.HTTPConnection, body: str) -> None:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ValueError(f"{response.status}: {response.read(300)!r}")
+        while not self._left.is_set() and (line := response.readline(ANSWER_BYTES_MAX)):
+            if line.startswith(b"data: {"):
+                self.chunks += 1
+                if b'"error"' in line:
+                    raise ValueError(repr(line[:300]))
 
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Closes the connection; the engine aborts the request."""
-        self._left = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Closes the connection; the engine aborts the request. Raises what broke the stream."""
+        self._left.set()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(10.0)
         if self.error:
             raise BenchError(f"a stream broke: {self.error}")

@@ -17,6 +17,15 @@ ROLES = {
     "kv_both": (True, True),
 }
 
+# Kinds of cache whose block table keeps every block of the prompt. Kinds with a window, a chunk or
+# a state put other things, or nothing, into some of a finished prompt's entries, and what is left
+# in them on one side is not what the other side needs.
+WHOLE_PROMPT_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+
+# Quantizations whose scales are the model's. Those computed from the tokens lie in the cache too,
+# in places that the tensors' strides do not tell.
+QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
+
 
 class EngineError(ValueError):
     """An engine that this version cannot serve: every reason at once, each with its setting."""
@@ -83,6 +92,10 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
             f"the model has {len(groups)} KV cache groups ({kinds}); one is available in this "
             "version"
         )
+    for spec in _layer_specs(groups):
+        fault = _spec_fault(spec)
+        if fault and fault not in faults:
+            faults.append(fault)
     if faults:
         raise EngineError(faults)
     producer, consumer = ROLES[transfer.kv_role]
@@ -97,6 +110,32 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
         consumer=consumer,
         lock_step=parallel.data_parallel_size > 1,
     )
+
+
+def _layer_specs(groups: Any) -> list[Any]:
+    """The specs of all layers, also of those that vLLM joins into one of uniform type."""
+    specs: list[Any] = []
+    for group in groups:
+        joined = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        specs.extend(joined.values() if joined else [group.kv_cache_spec])
+    return specs
+
+
+def _spec_fault(spec: Any) -> str | None:
+    kind = type(spec).__name__
+    if kind not in WHOLE_PROMPT_SPECS:
+        return (
+            f"the model has a KV cache of kind {kind}; {' and '.join(sorted(WHOLE_PROMPT_SPECS))} "
+            "are available in this version (a sliding window can be kept whole with "
+            "--disable-hybrid-kv-cache-manager)"
+        )
+    mode = spec.kv_quant_mode.name
+    if mode not in QUANTIZATIONS:
+        return (
+            f"--kv-cache-dtype gives {mode}; scales that are stored with the tokens are not "
+            "available in this version (use auto or fp8)"
+        )
+    return None
 
 
 def default_host() -> str:

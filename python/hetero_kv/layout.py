@@ -47,6 +47,11 @@ def read_cache(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, opaque_pa
     layers = []
     heads_held = set()
     for name, tensor in kv_caches.items():
+        if tensor.device.type != "cpu":
+            raise LayoutError(
+                f"layer {name}: the KV cache is on {tensor.device}; in this version only memory of "
+                "the host is read and written (vLLM's CPU platform)"
+            )
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         if len(shape) == 3:
             shape, stride = (shape[0], 1, *shape[1:]), (stride[0], 0, *stride[1:])

@@ -119,6 +119,15 @@ class Cluster:
             if sample.name == BYTES_READ and sample.value > 0
         }
 
+    def source_engines(self) -> set[str]:
+        """Ids of the prefill engines that bytes came from, from the counter's label."""
+        return {
+            sample.labels["source_engine"]
+            for engine in self.decode
+            for sample in engine.metrics()
+            if sample.name == BYTES_READ and sample.value > 0
+        }
+
     def memory(self) -> dict[int, int]:
         """Resident bytes of every process of every engine."""
         sizes: dict[int, int] = {}

@@ -38,14 +38,13 @@ def references(engine_logs: Path) -> References:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if matrix_report.RECORDS:
         terminalreporter.section("matrix")
-        for line in matrix_report.table():
+        for line in [*matrix_report.table(), f"lines: {matrix_report.MATRIX_FILE}"]:
             terminalreporter.write_line(line)
     if matrix_report.MEASURES:
         terminalreporter.section("measured")
         for figures in matrix_report.MEASURES:
             terminalreporter.write_line(json.dumps(figures))
-    if matrix_report.RECORDS or matrix_report.MEASURES:
-        terminalreporter.write_line(f"lines: {matrix_report.FILE}")
+        terminalreporter.write_line(f"lines: {matrix_report.MEASURES_FILE}")
 
 
 @pytest.hookimpl(wrapper=True)

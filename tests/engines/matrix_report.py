@@ -10,14 +10,16 @@ from typing import Any
 
 from .cluster import Cluster
 
-FILE = Path(__file__).parents[2] / "target" / "matrix.jsonl"
+FOLDER = Path(__file__).parents[2] / "target"
+MATRIX_FILE = FOLDER / "matrix.jsonl"
+MEASURES_FILE = FOLDER / "measures.jsonl"
 RECORDS: list[dict[str, Any]] = []
 MEASURES: list[dict[str, Any]] = []
 
 COLUMNS = (
     ("model", 9), ("topology", 30), ("transport", 9), ("equal", 7), ("bytes moved", 12),
-    ("planned", 12), ("computed", 8), ("control", 8), ("sources", 24), ("leases", 6),
-    ("blocks", 6), ("growth KiB", 10), ("ready s", 7), ("failed", 6),
+    ("planned", 12), ("computed", 8), ("control", 8), ("engines", 7), ("sources", 24),
+    ("leases", 6), ("blocks", 6), ("growth KiB", 10), ("ready s", 7), ("failed", 6),
 )  # fmt: skip
 
 
@@ -30,6 +32,7 @@ def record(cluster: Cluster) -> dict[str, Any]:
         "topology": cluster.case.topology,
         "transport_setting": cluster.case.transport,
         "transports": sorted(cluster.transports()),
+        "source_engines": len(cluster.source_engines()),
         "ready_s": round(cluster.ready_s, 1),
         "rss_growth_bytes": cluster.growth_bytes,
         "checks": cluster.checks,
@@ -64,25 +67,20 @@ def record(cluster: Cluster) -> dict[str, Any]:
 
 def add(cluster: Cluster) -> None:
     """Writes one topology's line."""
-    line = record(cluster)
-    _write(line)
-    RECORDS.append(line)
+    _write(MATRIX_FILE, RECORDS, record(cluster))
 
 
 def measure(name: str, **figures: Any) -> None:
     """Writes what a test has measured, with the unit in each figure's name."""
-    line = {"measure": name, **figures}
-    _write(line)
-    MEASURES.append(line)
+    _write(MEASURES_FILE, MEASURES, {"measure": name, **figures})
 
 
-def _write(line: dict[str, Any]) -> None:
-    """The file holds the lines of the last session."""
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    if not RECORDS and not MEASURES:
-        FILE.unlink(missing_ok=True)
-    with FILE.open("a", encoding="utf-8") as file:
+def _write(path: Path, earlier: list[dict[str, Any]], line: dict[str, Any]) -> None:
+    """Each file holds the lines of the last session that wrote any."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if earlier else "w", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+    earlier.append(line)
 
 
 def table() -> list[str]:
@@ -98,6 +96,7 @@ def table() -> list[str]:
             str(line.get("bytes_planned", "-")),
             str(line.get("tokens_computed_on_decode", "-")),
             f"{line.get('control_changed', '-')}/{line.get('prompts_that_move', '-')}",
+            str(line["source_engines"]),
             " ".join(line.get("bytes_by_source", {})) or "-",
             str(line["leases_alive"]),
             str(line["blocks_held"]),

@@ -83,6 +83,13 @@ def test_reads_are_spread_over_all_holders(cluster: Cluster) -> None:
     assert check.ok, check.line()
 
 
+def test_every_engine_of_both_sides_takes_part(cluster: Cluster) -> None:
+    topology = cluster.case.parsed()
+    rows = [row for row in cluster.honest.rows if row.moves]
+    assert {row.decode_dp for row in rows} == set(range(topology.decode.dp))
+    assert len(cluster.source_engines()) == topology.prefill.instances * topology.prefill.dp
+
+
 def test_flipped_kv_moves_the_same_bytes_and_changes_the_tokens(cluster: Cluster) -> None:
     lines = [check.line() for check in check_control(cluster.honest.rows, cluster.control.rows)]
     assert not [line for line in lines if line.startswith("FAIL")], "\n".join(lines)

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +20,7 @@ from . import engine_core, rank
 from .caches import Image, Model, Style
 
 # Deadlines are for a hang only: two processors may be shared by everything else.
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 FAST = {
     "lease_s": 20,
@@ -320,7 +320,8 @@ class Engine:
 
     def _receive(self, timeout: float, what: str = "answer") -> tuple[Any, ...]:
         if not self._pipe.poll(max(timeout, 0)):
-            raise TimeoutError(f"{self.name}: no {what} in time")
+            states = {process.pid: _state(process) for process in [self.scheduler, *self.ranks]}
+            raise TimeoutError(f"{self.name}: no {what} in time; its processes: {states}")
         message: tuple[Any, ...] = self._pipe.recv()
         return message
 
@@ -380,17 +381,24 @@ def stop(process: BaseProcess) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        with open(f"/proc/{process.pid}/stat", encoding="ascii", errors="replace") as stat:
-            if stat.read().rpartition(")")[2].split()[0] == "T":
-                return
+    while _state(process) != "T":
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
+def _state(process: BaseProcess) -> str:
+    """One letter, as ``proc(5)`` has it; ``gone`` where there is none."""
+    try:
+        with open(f"/proc/{process.pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone"
+
+
 def resume(process: BaseProcess) -> None:
     assert process.pid is not None
-    if process.is_alive():
+    # A killed one may be gone before its end is known here.
+    with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGCONT)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -78,7 +79,8 @@ def main(
                 for generation, blocks in fills:
                     memory.fill_blocks(seed, generation, blocks)
                 sent, reports = worker.take_results()
-                ready.send((sent, [json.loads(report) for report in reports]))
+                with suppress(BrokenPipeError):
+                    ready.send((sent, [json.loads(report) for report in reports]))
             elif command == "snapshot":
                 ready.send([region.tobytes() for region in memory.regions])
             elif command == "scribble":

@@ -181,8 +181,9 @@ def test_transfer_id_of_the_router_is_kept_once(make_engine: MakeEngine) -> None
     assert second.params is None
     assert second.refused is not None
     assert "belongs to another request" in second.refused
-    for bad in [{"transfer_id": 5}, {"transfer_id": "x"}]:
-        refused = p.prefill(tokens(9, 2), {"do_remote_decode": True, **bad})
+    wrong: list[Any] = [5, "x"]
+    for bad in wrong:
+        refused = p.prefill(tokens(9, 2), {"do_remote_decode": True, "transfer_id": bad})
         assert refused.params is None
         assert "transfer_id" in (refused.refused or "")
     assert d.loaded(d.decode(first)).ok

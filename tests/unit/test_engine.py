@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,23 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM is not installed")
 
 from contract_engine import KV_HEADS, cache_config, make_config
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    replace_as,
+)
+
 from hetero_kv.engine import EngineError, describe_engine
 
 pytestmark = pytest.mark.vllm
+
+DROPPED = tuple(
+    {field.name for field in dataclasses.fields(FullAttentionSpec)}
+    - {field.name for field in dataclasses.fields(SlidingWindowSpec)}
+    | {"sliding_window"}
+)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +69,39 @@ def test_every_reason_for_a_refusal_is_listed(config_folder: Path) -> None:
     ]
     for value in ("kv_neither", " 2;", " 4;", " 8;", "2 KV cache groups"):
         assert value in str(error.value)
+
+
+def changed_spec(**changes: Any) -> Any:
+    cache: Any = cache_config(8, 1)
+    for group in cache.kv_cache_groups:
+        group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **changes)
+    return cache
+
+
+def test_a_cache_that_drops_blocks_of_a_prompt_is_refused(config_folder: Path) -> None:
+    # Behind the window the block table of a finished prompt holds vLLM's null block.
+    config: Any = make_config(config_folder, "kv_both")
+    cache: Any = cache_config(8, 1)
+    group = cache.kv_cache_groups[0]
+    full = group.kv_cache_spec
+    group.kv_cache_spec = replace_as(full, SlidingWindowSpec, drop=DROPPED, sliding_window=32)
+    with pytest.raises(EngineError, match="kind SlidingWindowSpec"):
+        describe_engine(config, cache)
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": full, "b": group.kv_cache_spec}
+    )
+    with pytest.raises(EngineError, match="kind SlidingWindowSpec") as error:
+        describe_engine(config, cache)
+    assert len(error.value.faults) == 1
+    # With the hybrid manager off vLLM keeps every block and notes the window only.
+    assert describe_engine(config, changed_spec(sliding_window=32)).block_size == 16
+
+
+def test_scales_beside_the_tokens_are_refused(config_folder: Path) -> None:
+    config: Any = make_config(config_folder, "kv_both")
+    with pytest.raises(EngineError, match="FP8_PER_TOKEN_HEAD"):
+        describe_engine(config, changed_spec(kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD))
+    assert describe_engine(config, changed_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))
 
 
 def test_a_refused_engine_does_not_start(config_folder: Path) -> None:

@@ -111,6 +111,7 @@ def test_a_latent_with_or_without_its_head_axis(dims: int) -> None:
         (lambda: torch.zeros(B * 2, H, N, C), False, "layer a: 10 blocks in memory, 5 in the"),
         (lambda: torch.zeros(B, H, C, N).transpose(2, 3), False, "layer a: the content of a token"),
         (lambda: filled((0, 2, 1, 3), 0), True, "layer a: the page of a block and head"),
+        (lambda: torch.zeros(B, H, N, C, device="meta"), False, "layer a: the KV cache is on meta"),
     ],
 )
 def test_what_cannot_be_described_is_refused_by_name(tensor: Any, opaque: bool, text: str) -> None:

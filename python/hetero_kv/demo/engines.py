@@ -39,7 +39,11 @@ POLL_INTERVAL_S = 0.5
 # Two loaded cores were seen to take 210 s for engines that are ready after 75 s on two quiet ones.
 READY_DEADLINE_S = 600.0
 
-# Stages of a start in order, each by a line of vLLM's log.
+# vLLM gives up on it after 120 s.
+COORDINATOR_WAIT_S = 150.0
+
+FIRST_STAGE = "starting"
+# Stages of a start in order, each by a line of the log. Engine cores start after the coordinator.
 STAGES = (
     ("Initializing a V1 LLM engine", "engine core starting"),
     ("world_size=", "ranks joining"),
@@ -197,7 +201,7 @@ class Engine:
         self.spec = spec
         self.port = spec.port or free_port(taken_ports)
         self._log_offset = 0
-        self._stage = "starting"
+        self._stage = FIRST_STAGE
         self.process = GuardedProcess(
             spec.name,
             spec.command(vllm_python(), self.port),
@@ -295,6 +299,16 @@ def wait_all_ready(
             time.sleep(POLL_INTERVAL_S)
 
 
+def _wait_for_coordinator(engine: Engine, progress: Progress | None) -> None:
+    """Returns when the coordinator of a data parallel server is up, or has had its time."""
+    end = time.monotonic() + COORDINATOR_WAIT_S
+    while engine.stage() == FIRST_STAGE and time.monotonic() < end:
+        engine.require_alive()
+        if progress is not None:
+            progress(engine)
+        time.sleep(POLL_INTERVAL_S)
+
+
 @contextlib.contextmanager
 def running(
     specs: Sequence[EngineSpec],
@@ -308,8 +322,14 @@ def running(
     # An engine that is still starting hears no SIGINT for many seconds and has nothing to lose.
     grace_s = 1.0
     try:
-        for spec in specs:
-            engines.append(Engine(spec, logs, taken))
+        # Those with several engines first: vLLM gives their coordinator 120 s to come up, which is
+        # not enough while everything else starts beside it on few cores.
+        for spec in sorted(specs, key=lambda spec: -spec.dp):
+            engine = Engine(spec, logs, taken)
+            engines.append(engine)
+            if spec.dp > 1 and len(engines) < len(specs):
+                _wait_for_coordinator(engine, progress)
+        engines.sort(key=lambda engine: specs.index(engine.spec))
         wait_all_ready(engines, deadline_s, progress)
         grace_s = 15.0
         yield engines

@@ -392,9 +392,12 @@ impl Session {
     /// Fails every piece: each of them would meet the same.
     fn not_connected(&mut self, source: &Source, error: TransportError) {
         self.connecting_since = None;
-        let kind = match (mem::take(&mut self.lost), error.kind) {
-            (true, ReadFailureKind::Unreachable) => ReadFailureKind::PeerLost,
-            (_, kind) => kind,
+        self.lost = false;
+        // A source that was reached once, and now is not, is lost.
+        let reached_before = self.handle.connects.load(Ordering::Relaxed) > 0;
+        let kind = match error.kind {
+            ReadFailureKind::Unreachable if reached_before => ReadFailureKind::PeerLost,
+            kind => kind,
         };
         let text = format!("{}: {error}", describe(&source.route));
         tracing::warn!(%kind, text, "source not reached");
