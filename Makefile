@@ -90,7 +90,9 @@ lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and the 
 
 .PHONY: bench
 bench: install-env ## Benchmarks; what each answers is in benches/README.md
-	$(call stage,bench,(for bench in benches/*.py; do "$(ENV_PYTHON)" "$$bench" $(ARGS) || exit; done))
+	$(call stage,bench of the planner,cargo bench --locked -p hetero-kv-core --bench plan)
+	$(call stage,benches,(worst=0; for bench in benches/*.py; do \
+		"$(ENV_PYTHON)" "$$bench" $(ARGS) || worst=$$?; done; exit $$worst))
 
 .PHONY: docs
 docs: install-env ## Write the pages of docs/ that are generated from the code

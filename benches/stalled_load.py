@@ -246,7 +246,8 @@ def measure(bench: Bench, rounds: int, draw: random.Random) -> list[dict[str, Wi
         windows = {kind: bench.window(kind) for kind in kinds}
         found.append(windows)
         figures = "  ".join(
-            f"{kind} {windows[kind].median_ms:.3f} ms ({windows[kind].steps} steps)"
+            f"{kind} {windows[kind].median_ms:.3f} ms ({windows[kind].steps} steps, "
+            f"ours {windows[kind].ours_percent:.3f} %)"
             for kind in (CALM_A, CALM_B, STALLED)
         )
         print(f"round {index}: {figures}  (load {kernel.load_average():.1f})", flush=True)
@@ -287,4 +288,8 @@ def report(rounds: Sequence[dict[str, Window]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        print(f"stalled_load: no result: {error}")
+        sys.exit(2)

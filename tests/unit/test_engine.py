@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed")
 
-from contract_engine import KV_HEADS, cache_config, make_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -19,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
+from contract_engine import KV_HEADS, cache_config, make_config
 from hetero_kv.engine import EngineError, describe_engine
 
 pytestmark = pytest.mark.vllm

@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::message::{Message, MessageError};
 use hetero_kv_core::wire::{FRAME_BYTES_MAX, FrameDecoder};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
@@ -46,8 +47,8 @@ pub(super) struct Connection {
     decoder: FrameDecoder,
     out: Vec<u8>,
     sent: usize,
-    /// Close as soon as everything is sent.
-    pub(super) closing: bool,
+    /// Since when it is to be closed as soon as everything is sent.
+    closing_since: Option<Time>,
     /// Of a peer that dialled us and has not been accepted.
     stranger: Option<Stranger>,
     /// Since when the rest of a frame is owed.
@@ -68,7 +69,7 @@ impl Connection {
             decoder: FrameDecoder::new(),
             out: Vec::new(),
             sent: 0,
-            closing: false,
+            closing_since: None,
             stranger: None,
             partial_since: None,
         }
@@ -96,10 +97,31 @@ impl Connection {
         self.stranger.map(|stranger| stranger.since)
     }
 
-    /// Since when the peer owes something: the rest of a frame, or who it is. Whole frames do not
-    /// change the latter, or a stranger could stay for good by asking whether we are there.
+    /// Takes nothing more from the peer, and ends once it has taken what is queued.
+    pub(super) fn close_when_sent(&mut self, now: Time) {
+        self.closing_since.get_or_insert(now);
+    }
+
+    /// Whether it ends once everything is sent.
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing_since.is_some()
+    }
+
+    /// What to wait for. One that is closing is not read any more, so that bytes which wait there
+    /// must not count as something to do.
+    pub(super) fn interest(&self) -> PollFlags {
+        match (self.is_closing(), self.wants_write()) {
+            (true, _) => PollFlags::OUT,
+            (false, true) => PollFlags::IN | PollFlags::OUT,
+            (false, false) => PollFlags::IN,
+        }
+    }
+
+    /// Since when the peer owes something: the rest of a frame, who it is, or to take the last
+    /// words. Whole frames do not change the second, or a stranger could stay for good by asking
+    /// whether we are there.
     pub(super) fn owed_since(&self) -> Option<Time> {
-        [self.stranger_since(), self.partial_since]
+        [self.stranger_since(), self.partial_since, self.closing_since]
             .into_iter()
             .flatten()
             .min()
@@ -107,9 +129,10 @@ impl Connection {
 
     /// The end of a connection whose debt is overdue.
     pub(super) fn overdue(&self) -> Broken {
-        Broken::Late(match self.stranger {
-            Some(_) => "the peer has not said in time who it is",
-            None => "the peer owes the rest of a frame",
+        Broken::Late(match (self.closing_since, self.stranger) {
+            (Some(_), _) => "the peer does not take why it is closed",
+            (None, Some(_)) => "the peer has not said in time who it is",
+            (None, None) => "the peer owes the rest of a frame",
         })
     }
 

@@ -11,16 +11,17 @@ use std::time::Duration;
 use hetero_kv_core::consumer::PeerAddress;
 use hetero_kv_core::step::PeerId;
 
-use super::DialResult;
+use super::{DialNumber, DialResult};
 use crate::net::resolve::resolve;
 use crate::waker::Waker;
 
 /// For the name and for each of its addresses; the machine's own deadline is over both.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Connects in the background and sends the outcome.
+/// Connects in the background and sends the outcome under the dial's number.
 pub(super) fn start(
     peer: PeerId,
+    number: DialNumber,
     address: PeerAddress,
     results: Sender<DialResult>,
     waker: Arc<Waker>,
@@ -30,7 +31,7 @@ pub(super) fn start(
         .spawn(move || {
             let result = connect(&address);
             // The loop may have stopped meanwhile.
-            let _ = results.send((peer, result));
+            let _ = results.send((peer, number, result));
             waker.wake();
         })
         .map(|_| ())

@@ -30,6 +30,10 @@ use rustix::net::{SocketFlags, accept_with, sockopt};
 use crate::clock;
 use crate::waker::Waker;
 
+/// Silence of a consumer after which the kernel asks whether its host is still there; some nine
+/// unanswered questions later the connection breaks.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+
 /// What the control plane takes from peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlLimits {
@@ -99,19 +103,13 @@ impl ControlPlane {
     ) -> io::Result<Self> {
         let waker = Arc::new(Waker::new()?);
         let stop = Arc::new(AtomicBool::new(false));
-        let (dialed, dial_results) = channel();
-        let mut control = Loop {
+        let mut control = Loop::new(
             desk,
             listener,
             limits,
-            waker: Arc::clone(&waker),
-            stop: Arc::clone(&stop),
-            inbound: BTreeMap::new(),
-            outbound: BTreeMap::new(),
-            next_inbound: 0,
-            dialed,
-            dial_results,
-        };
+            Arc::clone(&waker),
+            Arc::clone(&stop),
+        );
         let thread = thread::Builder::new()
             .name("hkv-control".into())
             .spawn(move || control.run())?;
@@ -150,7 +148,9 @@ impl Drop for ControlPlane {
     }
 }
 
-type DialResult = (PeerId, io::Result<OwnedFd>);
+/// One attempt to reach a peer; a later attempt has a higher number.
+type DialNumber = u64;
+type DialResult = (PeerId, DialNumber, io::Result<OwnedFd>);
 
 struct Loop {
     desk: Arc<SharedDesk>,
@@ -161,6 +161,10 @@ struct Loop {
     inbound: BTreeMap<ConnectionId, Connection>,
     outbound: BTreeMap<PeerId, Connection>,
     next_inbound: u64,
+    /// The dials that the machine waits for. One that it gave up may end at any time, also while
+    /// the next one is under way or has succeeded.
+    dialing: BTreeMap<PeerId, DialNumber>,
+    next_dial: DialNumber,
     dialed: Sender<DialResult>,
     dial_results: Receiver<DialResult>,
 }
@@ -172,6 +176,30 @@ enum Key {
 }
 
 impl Loop {
+    fn new(
+        desk: Arc<SharedDesk>,
+        listener: Option<OwnedFd>,
+        limits: ControlLimits,
+        waker: Arc<Waker>,
+        stop: Arc<AtomicBool>,
+    ) -> Self {
+        let (dialed, dial_results) = channel();
+        Self {
+            desk,
+            listener,
+            limits,
+            waker,
+            stop,
+            inbound: BTreeMap::new(),
+            outbound: BTreeMap::new(),
+            next_inbound: 0,
+            dialing: BTreeMap::new(),
+            next_dial: 0,
+            dialed,
+            dial_results,
+        }
+    }
+
     fn run(&mut self) {
         while !self.stop.load(Ordering::Acquire) {
             let timeout = self.turn();
@@ -187,7 +215,11 @@ impl Loop {
     fn turn(&mut self) -> Option<Duration> {
         self.waker.clear();
         let now = clock::now();
-        while let Ok((peer, result)) = self.dial_results.try_recv() {
+        while let Ok((peer, number, result)) = self.dial_results.try_recv() {
+            if self.dialing.get(&peer) != Some(&number) {
+                continue;
+            }
+            self.dialing.remove(&peer);
             let mut desk = self.desk.lock();
             let Some(consumer) = desk.consumer.as_mut() else {
                 continue;
@@ -265,7 +297,7 @@ impl Loop {
             }
             Output::Producer(ProducerOutput::Close(id)) => {
                 if let Some(connection) = self.inbound.get_mut(&id) {
-                    connection.closing = true;
+                    connection.close_when_sent(now);
                     if !connection.wants_write() {
                         self.inbound.remove(&id);
                     }
@@ -276,13 +308,18 @@ impl Loop {
             }
             Output::Consumer(ConsumerOutput::Close(peer)) => {
                 self.outbound.remove(&peer);
+                self.dialing.remove(&peer);
             }
             Output::Consumer(ConsumerOutput::Dial(peer, address)) => {
+                let number = self.next_dial;
+                self.next_dial += 1;
+                self.dialing.insert(peer, number);
+                let results = self.dialed.clone();
                 let started =
-                    dial::start(peer, address, self.dialed.clone(), Arc::clone(&self.waker));
+                    dial::start(peer, number, address, results, Arc::clone(&self.waker));
                 if let Err(error) = started {
                     // Taken up by the next turn like any other failed dial.
-                    let _ = self.dialed.send((peer, Err(error)));
+                    let _ = self.dialed.send((peer, number, Err(error)));
                     self.waker.wake();
                 }
             }
@@ -313,12 +350,8 @@ impl Loop {
         let inbound = self.inbound.iter().map(|(id, c)| (Key::Inbound(*id), c));
         let outbound = self.outbound.iter().map(|(id, c)| (Key::Outbound(*id), c));
         for (key, connection) in inbound.chain(outbound) {
-            let mut flags = PollFlags::IN;
-            if connection.wants_write() {
-                flags |= PollFlags::OUT;
-            }
             keys.push(key);
-            fds.push(PollFd::new(&connection.stream, flags));
+            fds.push(PollFd::new(&connection.stream, connection.interest()));
         }
         let timeout = timeout.map(clock::timespec);
         match poll(&mut fds, timeout.as_ref()) {
@@ -375,6 +408,10 @@ impl Loop {
             }
             // Claims are small and waited for.
             let _ = sockopt::set_tcp_nodelay(&stream, true);
+            // Consumers send the heartbeats. One whose host is gone without a word would keep its
+            // place for good.
+            let _ = sockopt::set_socket_keepalive(&stream, true);
+            let _ = sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
             let id = ConnectionId(self.next_inbound);
             self.next_inbound += 1;
             let connection = Connection::from_stranger(stream, clock::now());
@@ -409,7 +446,7 @@ impl Loop {
             self.close(now, key, &broken);
             return;
         }
-        if connection.closing {
+        if connection.is_closing() {
             if !connection.wants_write() {
                 self.forget(key);
             }

@@ -13,9 +13,12 @@ use hetero_kv_core::wire::message::{Accept, Hello, Layout, Message, RejectCode};
 use hetero_kv_core::wire::params::TransferParams;
 use hetero_kv_core::wire::{FrameDecoder, WIRE_VERSION};
 
-use super::{ControlLimits, ControlPlane, SharedDesk};
+use rustix::net::sockopt;
+
+use super::{ControlLimits, ControlPlane, Key, Loop, Ready, SharedDesk};
 use crate::clock;
 use crate::net::listen::listen_on;
+use crate::waker::Waker;
 use crate::testing::{
     PATIENCE, address, card, consumer_options, engine, fields, heads, identity, lease_times, prompt,
 };
@@ -307,7 +310,108 @@ fn the_end_is_announced() {
     assert_eq!(peer.hear(), None);
 }
 
+/// A loop whose turns the test takes itself.
+fn by_hand(desk: SharedDesk, listener: Option<TcpListener>) -> Loop {
+    let waker = Arc::new(Waker::new().expect("a descriptor"));
+    Loop::new(
+        Arc::new(desk),
+        listener.map(Into::into),
+        QUICK,
+        waker,
+        Arc::default(),
+    )
+}
+
+#[test]
+fn a_closing_peer_that_sends_and_takes_nothing_costs_no_cpu_and_has_a_deadline() {
+    let listener = listen_on(&address("127.0.0.1")).expect("a free port");
+    let at = listener.local_addr().expect("bound");
+    let mut control = by_hand(SharedDesk::default(), Some(listener));
+    let mut peer = Scripted::new(TcpStream::connect(at).expect("listening"));
+    assert_eq!(control.sleep(Some(PATIENCE)).len(), 1);
+    control.accept();
+    let (id, connection) = control.inbound.iter_mut().next().expect("accepted");
+    let key = Key::Inbound(*id);
+    assert!(sockopt::socket_keepalive(&connection.stream).expect("a socket"));
+    connection.accept_stranger();
+    let layout = Message::Layout(Box::new(Layout {
+        from: identity("p", 7),
+        workers: vec![card(); 64],
+    }));
+    while !connection.wants_write() {
+        connection.push(&layout).expect("below the limit");
+        connection.flush().expect("connected");
+    }
+    peer.say(&Message::Ping);
+    assert!(
+        matches!(control.sleep(Some(PATIENCE)).as_slice(), [Ready::Connection(k)] if *k == key),
+        "an open connection is read"
+    );
+    let now = clock::now();
+    control.connection(key).expect("open").close_when_sent(now);
+    assert!(
+        control.sleep(Some(Duration::from_millis(100))).is_empty(),
+        "its unread bytes are nothing to do"
+    );
+    control.drop_overdue(now + QUICK.frame_timeout / 2);
+    assert_eq!(control.inbound.len(), 1);
+    control.drop_overdue(now + QUICK.frame_timeout);
+    assert!(control.inbound.is_empty());
+}
+
 // === the dialling side ===
+
+/// Two ends of a connection.
+fn pair(listener: &TcpListener) -> (TcpStream, Scripted) {
+    let at = listener.local_addr().expect("bound");
+    let ours = TcpStream::connect(at).expect("listening");
+    ours.set_nonblocking(true).expect("a socket");
+    (ours, accept_one(listener))
+}
+
+#[test]
+fn a_dial_that_was_given_up_neither_replaces_nor_breaks_the_next_one() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let desk = SharedDesk::default();
+    let mut consumer = Consumer::new(identity("d", 9), fields(), heads(), consumer_options());
+    let address = PeerAddress {
+        host: "127.0.0.1".into(),
+        port: 1,
+        engine: engine("p"),
+        incarnation: Incarnation(7),
+    };
+    let id = consumer
+        .connect(clock::now(), address)
+        .expect("an empty table");
+    // The dial is made by hand below.
+    while consumer.poll_output().is_some() {}
+    desk.lock().consumer = Some(consumer);
+    let mut control = by_hand(desk, None);
+    control.dialing.insert(id, 2);
+    let (stale, mut stale_end) = pair(&listener);
+    let (fresh, mut fresh_end) = pair(&listener);
+    let results = control.dialed.clone();
+    let give = |number, result| results.send((id, number, result)).expect("open");
+    give(0, Err(ErrorKind::TimedOut.into()));
+    give(2, Ok(fresh.into()));
+    give(1, Ok(stale.into()));
+    give(1, Err(ErrorKind::TimedOut.into()));
+    control.turn();
+    assert_eq!(stale_end.hear(), None);
+    assert!(matches!(fresh_end.hear(), Some(Message::Hello(_))));
+    fresh_end.say(&Message::Accept(Accept {
+        version: WIRE_VERSION,
+        from: identity("p", 7),
+    }));
+    for ready in control.sleep(Some(PATIENCE)) {
+        control.serve(ready);
+    }
+    control.turn();
+    assert!(
+        matches!(fresh_end.hear(), Some(Message::Layout(_))),
+        "the pair goes on"
+    );
+}
 
 struct Reader {
     desk: Arc<SharedDesk>,

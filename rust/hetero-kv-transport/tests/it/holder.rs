@@ -221,7 +221,8 @@ fn say(value: &impl Serialize) {
 /// A holder as its parent sees it. Dropping it ends the process.
 pub(crate) struct Holder {
     child: Child,
-    orders: ChildStdin,
+    /// Closed to make it end by itself.
+    orders: Option<ChildStdin>,
     answers: Lines<BufReader<ChildStdout>>,
     pub(crate) config: HolderConfig,
     pub(crate) source: Arc<Source>,
@@ -241,7 +242,7 @@ impl Holder {
             .stdout(Stdio::piped())
             .spawn()
             .expect("this binary starts again");
-        let orders = child.stdin.take().expect("piped");
+        let orders = child.stdin.take();
         let mut answers = BufReader::new(child.stdout.take().expect("piped")).lines();
         let card: Card = answer(&mut answers);
         let source = Arc::new(Source {
@@ -260,7 +261,8 @@ impl Holder {
 
     pub(crate) fn order(&mut self, order: Order) -> u64 {
         let text = serde_json::to_string(&order).expect("plain data");
-        writeln!(self.orders, "{text}").expect("the holder lives");
+        let orders = self.orders.as_mut().expect("piped");
+        writeln!(orders, "{text}").expect("the holder lives");
         let value: serde_json::Value = answer(&mut self.answers);
         value
             .as_u64()
@@ -312,8 +314,9 @@ fn answer<T: for<'de> Deserialize<'de>>(answers: &mut Lines<BufReader<ChildStdou
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        // SIGKILL ends a stopped process too.
+        // SIGKILL ends a stopped process too. A test that has become another user may not send it.
         let _ = self.child.kill();
+        self.orders = None;
         let _ = self.child.wait();
     }
 }
