@@ -22,10 +22,6 @@ ROLES = {
 # in them on one side is not what the other side needs.
 WHOLE_PROMPT_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
-# Quantizations whose scales are the model's. Those computed from the tokens lie in the cache too,
-# in places that the tensors' strides do not tell.
-QUANTIZATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
-
 
 class EngineError(ValueError):
     """An engine that this version cannot serve: every reason at once, each with its setting."""
@@ -130,10 +126,10 @@ def _spec_fault(spec: Any) -> str | None:
             "--disable-hybrid-kv-cache-manager)"
         )
     mode = spec.kv_quant_mode.name
-    if mode not in QUANTIZATIONS:
+    if mode != "NONE":
+        # Scales may lie beside the tokens, where the tensors' strides do not tell.
         return (
-            f"--kv-cache-dtype gives {mode}; scales that are stored with the tokens are not "
-            "available in this version (use auto or fp8)"
+            f"--kv-cache-dtype gives {mode}; a quantized KV cache is not available in this version"
         )
     return None
 

@@ -305,6 +305,7 @@ class SchedulerConnector:
         """Closes every connection."""
         if self._core is not None:
             self._core.revoke_leases()
+            self._core.shutdown()
             self._core = None
 
 

@@ -181,6 +181,11 @@ impl Scheduler {
         self.side.revoke_leases();
     }
 
+    /// Closes every connection and waits for the control thread.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.side.shutdown());
+    }
+
     /// Counters and gauges, as JSON.
     fn figures(&self) -> String {
         figures_json(&self.side.figures()).to_string()

@@ -121,10 +121,14 @@ impl Connection {
     /// words. Whole frames do not change the second, or a stranger could stay for good by asking
     /// whether we are there.
     pub(super) fn owed_since(&self) -> Option<Time> {
-        [self.stranger_since(), self.partial_since, self.closing_since]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            self.stranger_since(),
+            self.partial_since,
+            self.closing_since,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     /// The end of a connection whose debt is overdue.

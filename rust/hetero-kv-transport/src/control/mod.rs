@@ -90,7 +90,7 @@ impl SharedDesk {
 pub struct ControlPlane {
     waker: Arc<Waker>,
     stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
     pid: u32,
 }
 
@@ -116,7 +116,7 @@ impl ControlPlane {
         Ok(Self {
             waker,
             stop,
-            thread: Some(thread),
+            thread: Mutex::new(Some(thread)),
             pid: std::process::id(),
         })
     }
@@ -131,20 +131,31 @@ impl ControlPlane {
     pub fn wake(&self) {
         self.waker.wake();
     }
-}
 
-impl Drop for ControlPlane {
-    fn drop(&mut self) {
+    /// Says goodbye to every peer, closes every connection and waits for the thread. Later calls
+    /// do nothing.
+    pub fn stop(&self) {
         if self.is_forked() {
             // The waker is the parent's as well, and the thread to wait for is not here.
             return;
         }
         self.stop.store(true, Ordering::Release);
         self.waker.wake();
-        if let Some(thread) = self.thread.take() {
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
             // A panic there has already been printed by the panic hook.
             let _ = thread.join();
         }
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
@@ -201,7 +212,12 @@ impl Loop {
     }
 
     fn run(&mut self) {
-        while !self.stop.load(Ordering::Acquire) {
+        loop {
+            // Cleared before anything is looked at: a wake that comes later ends the sleep.
+            self.waker.clear();
+            if self.stop.load(Ordering::Acquire) {
+                break;
+            }
             let timeout = self.turn();
             let ready = self.sleep(timeout);
             for key in ready {
@@ -213,7 +229,6 @@ impl Loop {
 
     /// Timers, dial results, outputs. Returns how long nothing is due.
     fn turn(&mut self) -> Option<Duration> {
-        self.waker.clear();
         let now = clock::now();
         while let Ok((peer, number, result)) = self.dial_results.try_recv() {
             if self.dialing.get(&peer) != Some(&number) {
@@ -315,8 +330,7 @@ impl Loop {
                 self.next_dial += 1;
                 self.dialing.insert(peer, number);
                 let results = self.dialed.clone();
-                let started =
-                    dial::start(peer, number, address, results, Arc::clone(&self.waker));
+                let started = dial::start(peer, number, address, results, Arc::clone(&self.waker));
                 if let Err(error) = started {
                     // Taken up by the next turn like any other failed dial.
                     let _ = self.dialed.send((peer, number, Err(error)));

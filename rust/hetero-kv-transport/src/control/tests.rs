@@ -18,10 +18,10 @@ use rustix::net::sockopt;
 use super::{ControlLimits, ControlPlane, Key, Loop, Ready, SharedDesk};
 use crate::clock;
 use crate::net::listen::listen_on;
-use crate::waker::Waker;
 use crate::testing::{
     PATIENCE, address, card, consumer_options, engine, fields, heads, identity, lease_times, prompt,
 };
+use crate::waker::Waker;
 
 const QUICK: ControlLimits = ControlLimits {
     inbound_max: 1024,

@@ -117,6 +117,7 @@ impl Job {
     pub(super) fn extend(&self, deadline: Time) -> bool {
         self.deadline_nanos
             .store(nanos(deadline), Ordering::Relaxed);
+        self.wake_sessions();
         let state = self.lock();
         !state.done && state.failure.is_none()
     }
@@ -148,10 +149,14 @@ impl Job {
             }
             self.stopping.store(true, Ordering::Release);
         }
+        self.wake_sessions();
+        true
+    }
+
+    fn wake_sessions(&self) {
         for session in &self.sessions {
             session.wake();
         }
-        true
     }
 
     /// Counts a piece as quiescent. After the last one the job is done.

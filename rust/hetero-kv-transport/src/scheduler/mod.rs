@@ -273,6 +273,11 @@ impl SchedulerSide {
         self.control.wake();
     }
 
+    /// Closes every connection and ends the control thread; no call does anything useful after.
+    pub fn shutdown(&self) {
+        self.control.stop();
+    }
+
     /// Figures for metrics.
     pub fn figures(&self) -> SchedulerFigures {
         let now = clock::now();
