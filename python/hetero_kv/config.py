@@ -157,7 +157,17 @@ SETTINGS: tuple[Setting, ...] = (
         "ms",
         5.0,
         "How long a step of the engine without any tokens waits for a read or a release, instead "
-        "of spinning. 0: never. Not used with lock-step data parallelism.",
+        "of spinning. 0: never. With lock-step data parallelism see `lock_step_wait_ms`.",
+        0,
+        100,
+    ),
+    Setting(
+        "lock_step_wait_ms",
+        "ms",
+        0.0,
+        "The same with lock-step data parallelism (MoE), where each step is a collective over the "
+        "DP ranks: a rank that waits holds up the others' steps by as much, one that spins takes "
+        "a core per worker. 0 is right where every worker has a core of its own.",
         0,
         100,
     ),
@@ -171,6 +181,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 
+KEPT_BY_PYTHON = frozenset(("empty_step_wait_ms", "lock_step_wait_ms"))
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -225,7 +236,7 @@ class Settings:
 
     def for_core(self, default_host: str) -> dict[str, Any]:
         """The settings that the Rust side takes, with ``host`` filled in."""
-        values = {k: v for k, v in self._values.items() if k != "empty_step_wait_ms"}
+        values = {k: v for k, v in self._values.items() if k not in KEPT_BY_PYTHON}
         values["host"] = values["host"] or default_host
         values["bind_host"] = values["bind_host"] or None
         return values

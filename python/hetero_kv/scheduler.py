@@ -53,7 +53,10 @@ def never_raises(
         def guarded(*args: Any, **kwargs: Any) -> Result | Fallback:
             try:
                 return hook(*args, **kwargs)
-            except Exception:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:
+                # A panic in the extension is no ``Exception`` (pyo3's ``PanicException``).
                 logger.exception(
                     "hetero_kv: %s failed; the request goes on without KV transfer", hook.__name__
                 )
@@ -141,7 +144,6 @@ class SchedulerConnector:
             )
             self._count_failure("bad_params", "kv_role")
             return
-        self._known.add(request.request_id)
         self._core.new_request(
             request.request_id,
             _to_json(params),
@@ -149,6 +151,8 @@ class SchedulerConnector:
             _ingredients(request),
             request.num_prompt_tokens,
         )
+        # Known only now: a request that could not be announced is given back when it finishes.
+        self._known.add(request.request_id)
 
     @never_raises((0, False))
     def get_num_new_matched_tokens(

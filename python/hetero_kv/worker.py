@@ -35,8 +35,9 @@ class WorkerConnector:
         self._cache: Cache | None = None
         self._handshake: HeteroKVHandshake | None = None
         self._tp_rank = 0
-        # In lock-step data parallelism a step is a collective over DP ranks: none may dawdle.
-        self._wait_ms = 0.0 if engine.lock_step else settings["empty_step_wait_ms"]
+        # In lock-step data parallelism a step is a collective over DP ranks: one that dawdles holds
+        # up all of them.
+        self._wait_ms = settings["lock_step_wait_ms" if engine.lock_step else "empty_step_wait_ms"]
         self._invalid_blocks: set[int] = set()
         self._failed: dict[str, tuple[str, str, bool]] = {}
         self._stats = HeteroKVStats()

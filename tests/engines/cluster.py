@@ -153,7 +153,7 @@ def run_case(case: Case, reference: Reference, logs: Path) -> Iterator[Cluster]:
                     tp=shape.tp,
                     kv_transfer_config=connector_config(
                         "prefill" if role == "prefill" else "decode",
-                        {"transport": case.transport},
+                        {**demo.SHARED_CORES, "transport": case.transport},
                     ),
                     flags=demo.ANSWER_FLAGS,
                     env={demo.FAULT_ENV: f"{demo.FAULT_FLIP}:{CONTROL}"}

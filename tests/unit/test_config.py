@@ -140,4 +140,5 @@ def test_for_core_fills_the_host_and_leaves_out_what_python_keeps() -> None:
     assert values["bind_host"] is None
     assert values["port_range"] == (7000, 7010)
     assert "empty_step_wait_ms" not in values
+    assert "lock_step_wait_ms" not in values
     assert Settings({"host": "::1"}).for_core("10.1.2.3")["host"] == "::1"

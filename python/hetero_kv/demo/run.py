@@ -79,6 +79,10 @@ TRACE_ENV = "HETERO_KV_TRACE"
 FAULT_ENV = "HETERO_KV_FAULT"
 FAULT_FLIP = "flip-source"
 
+# Connector settings for engines that share a few cores: a rank that spins in lock-step keeps the
+# processor from the one that it waits for.
+SHARED_CORES: dict[str, object] = {"lock_step_wait_ms": 5}
+
 # The decode engine then tells, with each answer, the tokens that it did not compute and its times.
 ANSWER_FLAGS = ("--enable-prompt-tokens-details", "--enable-per-request-metrics")
 
@@ -158,7 +162,7 @@ def make_setup(
                 dp=shape.dp,
                 tp=shape.tp,
                 kv_transfer_config=connector_config(
-                    "prefill" if side == "prefill" else "decode", extra
+                    "prefill" if side == "prefill" else "decode", {**SHARED_CORES, **extra}
                 ),
                 kv_cache_bytes=cache_bytes,
                 flags=ANSWER_FLAGS,

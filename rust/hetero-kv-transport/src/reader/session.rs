@@ -395,9 +395,10 @@ impl Session {
         self.lost = false;
         // A source that was reached once, and now is not, is lost.
         let reached_before = self.handle.connects.load(Ordering::Relaxed) > 0;
-        let kind = match error.kind {
-            ReadFailureKind::Unreachable if reached_before => ReadFailureKind::PeerLost,
-            kind => kind,
+        let kind = if error.kind == ReadFailureKind::Unreachable && reached_before {
+            ReadFailureKind::PeerLost
+        } else {
+            error.kind
         };
         let text = format!("{}: {error}", describe(&source.route));
         tracing::warn!(%kind, text, "source not reached");

@@ -235,11 +235,21 @@ impl SchedulerSide {
         let Some(mut desk) = self.desk() else {
             return StepOrders::default();
         };
+        // The control thread sweeps as well. Without it (it has panicked) a step still ends leases
+        // and claims whose time is up, so that nothing stays pinned.
         let mut orders = match desk.consumer.as_mut() {
-            Some(consumer) => consumer.take_orders(now),
+            Some(consumer) => {
+                if consumer.poll_timeout().is_some_and(|due| due <= now) {
+                    consumer.handle_timeout(now);
+                }
+                consumer.take_orders(now)
+            }
             None => StepOrders::default(),
         };
         if let Some(producer) = desk.producer.as_mut() {
+            if producer.poll_timeout().is_some_and(|due| due <= now) {
+                producer.handle_timeout(now);
+            }
             orders.incarnation = Some(self.identity.incarnation);
             orders.releases = producer.take_releases();
             let held = u32::try_from(producer.gauges(now).leases_alive).unwrap_or(u32::MAX);

@@ -1,5 +1,6 @@
 //! Sources that die, stop, come back as another start, and networks that break.
 
+use std::net::TcpListener;
 use std::thread;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use hetero_kv_transport::transport::{Source, TransportName};
 
 use super::buffer::{Buffer, check_exact, register};
 use super::holder::{
-    Holder, HolderConfig, each_transport, failure_kind, job, reader, route, wait_one,
+    Holder, HolderConfig, each_transport, failure_kind, job, reader, reader_with, route, wait_one,
 };
 use super::relay::Relay;
 
@@ -187,6 +188,31 @@ fn a_stopped_tcp_source_delays_only_its_own_reads() {
     let done = wait_one(&reader);
     assert_eq!((done.id, done.outcome), (3, Ok(())));
     check_exact(&buffers, &whole(BYTES as u64), stopped.config.seed, 0);
+}
+
+/// The time to connect is that of an attempt: a job that is cancelled in the middle of one takes no
+/// time from the jobs that come later.
+#[test]
+fn a_cancelled_attempt_to_connect_is_forgotten() {
+    let holder = Holder::start(HolderConfig::default());
+    // Takes connections into its queue and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = silent.local_addr().expect("bound").port();
+    let buffers = [Buffer::new(4096, 0)];
+    let reader = reader_with(&buffers, TransportName::Tcp, |options| {
+        options.connect_timeout = Duration::from_secs(2);
+    });
+    reader
+        .submit(job(1, &holder.via(port), &whole(4096)))
+        .expect("taken");
+    assert!(!reader.wait(Duration::from_millis(300)), "it waits");
+    assert!(reader.cancel(1));
+    assert_eq!(failure_kind(&wait_one(&reader)), ReadFailureKind::Cancelled);
+    thread::sleep(Duration::from_millis(2200));
+    reader
+        .submit(job(2, &holder.source, &whole(4096)))
+        .expect("taken");
+    assert_eq!(wait_one(&reader).outcome, Ok(()));
 }
 
 /// What no packet tells: the connection went away while nobody used it.
