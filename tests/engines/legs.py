@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,8 @@ class Pending:
     ) -> None:
         self._connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         self._reply = Reply(0, {}, "no answer yet")
+        # When the answer was complete, by time.monotonic().
+        self.ended_s: float | None = None
         self.first_bytes = threading.Event()
         self._connection.connect()
         self._socket = self._connection.sock
@@ -100,6 +103,7 @@ class Pending:
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             self._reply = Reply(0, {}, repr(error))
         finally:
+            self.ended_s = time.monotonic()
             self.first_bytes.set()
             self._connection.close()
 

@@ -89,10 +89,25 @@ def stopped(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time that the process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def kill_at_once(engine: Engine) -> tuple[float, float]:
+    """SIGKILL to every process of the engine. When it was sent, and when all were dead, by
+    time.monotonic(): the kernel may take its time, and connections stand until then."""
+    pids = tree(engine.process.pid)
+    sent_s = time.monotonic()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(alive, pids)), 60.0, "the killed processes are gone", 0.01)
+    return sent_s, time.monotonic()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still runs or is ending; a zombie without other threads is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
 
 
 def wait_until(

@@ -21,7 +21,7 @@ from . import matrix_report
 from .conftest import References
 from .fault_site import GRACE_S, LEASE_S, SLACK_S, Site, failures, open_site, risen, spec
 from .legs import Pending, completion, decode, post, prefill
-from .processes import stopped, workers
+from .processes import kill_at_once, stopped, workers
 
 pytestmark = [
     pytest.mark.engines,
@@ -135,19 +135,27 @@ def test_a_killed_prefill_engine_fails_or_recomputes_its_loads(site: Site) -> No
         }
         time.sleep(1.0)
         assert not any(request.done for request in pending.values()), "no load was held"
-        site["prefill"].kill()
-        died = time.monotonic()
+        sent_s, dead_s = kill_at_once(site["prefill"])
     failed = pending["decode"].reply(30.0)
-    known_s = time.monotonic() - died
     assert failed.status == 500, failed.raw[:300]
-    matrix_report.measure("500 after the death of the prefill engine", after_s=round(known_s, 3))
+    assert pending["decode"].ended_s is not None
+    known_s = pending["decode"].ended_s - dead_s
+    matrix_report.measure(
+        "500 after the death of the prefill engine",
+        after_kill_s=round(pending["decode"].ended_s - sent_s, 3),
+        after_death_s=round(known_s, 3),
+    )
     assert known_s < DEATH_KNOWN_S, f"{known_s:.2f} s after the death"
     recomputed = pending["recomputing"].reply(60.0)
     assert recomputed.status == 200, recomputed.raw[:300]
     assert recomputed.tokens == [expected]
     for name in bodies:
         new = risen(site[name], before[name])
-        assert {reason for reason, _ in new} == {"peer_lost"}, f"{name}: {new}"
+        # A process that the kernel takes seconds to end answers no renewal, and is not gone yet.
+        dying_s = dead_s - sent_s
+        reasons = {"peer_lost"} if dying_s < LEASE_S / 4 else {"peer_lost", "lease_expired"}
+        assert {reason for reason, _ in new} <= reasons, f"{name}: {new}, dying took {dying_s} s"
+        assert sum(new.values()) == 1
         site.require_nothing_held(name)
         site.require_serving(name)
 
@@ -155,7 +163,8 @@ def test_a_killed_prefill_engine_fails_or_recomputes_its_loads(site: Site) -> No
 @pytest.fixture(scope="module")
 def restarted(site: Site, references: References) -> Iterator[Engine]:
     """The prefill engine, started anew on its ports after the test that killed it."""
-    assert site["prefill"].process.poll() is not None, "the engine was to be killed before"
+    # Reaps what the test before has killed.
+    site["prefill"].kill()
     engine = Engine(prefill_spec(references), site.logs / "restarted")
     try:
         engine.wait_ready()
