@@ -11,7 +11,7 @@ use std::time::Duration;
 use hetero_kv_core::consumer::PeerAddress;
 use hetero_kv_core::step::PeerId;
 
-use super::{DialNumber, DialResult};
+use super::event_loop::{DialNumber, DialResult};
 use crate::net::resolve::resolve;
 use crate::waker::Waker;
 

@@ -15,7 +15,8 @@ use hetero_kv_core::wire::{FrameDecoder, WIRE_VERSION};
 
 use rustix::net::sockopt;
 
-use super::{ControlLimits, ControlPlane, Key, Loop, Ready, SharedDesk};
+use super::event_loop::{Key, Loop, Ready};
+use super::{ControlLimits, ControlPlane, SharedDesk};
 use crate::clock;
 use crate::net::listen::listen_on;
 use crate::testing::{

@@ -4,34 +4,29 @@
 //! Called by vLLM's worker thread only. Nothing here waits for a peer: reads run in the reader's
 //! threads, and [`WorkerSide::take_results`] hands out what they have finished.
 
-use std::collections::BTreeMap;
+mod holder;
+mod loads;
+
 use std::io;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use hetero_kv_core::failure::{Failure, FailureReason};
-use hetero_kv_core::ids::{BlockId, DpRank, EngineId, LeaseRef, PpRank, TpRank, TransferId};
+use hetero_kv_core::failure::Failure;
+use hetero_kv_core::ids::{BlockId, DpRank, EngineId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
-use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes};
-use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId, StepOrders};
-use hetero_kv_core::time::Time;
+use hetero_kv_core::plan::Owner;
+use hetero_kv_core::step::StepOrders;
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
-use hetero_kv_core::wire::message::Layout;
 
 use crate::clock;
-use crate::error::ReadFailureKind;
 use crate::lease_page::LeasePage;
 use crate::memory::{LocalMemory, MemoryError};
-use crate::process::ProcessHolder;
-use crate::reader::{JobDone, ReadJob, ReadPiece, Reader, ReaderOptions, ReaderStats};
+use crate::reader::{Reader, ReaderOptions, ReaderStats};
 use crate::scheduler::Roles;
 use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
-use crate::transport::{Source, TransportName};
-
-/// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
-/// side keeps, so that a peer it still knows is never among those dropped here.
-const PEERS_KEPT_MAX: usize = 2 * hetero_kv_core::consumer::PEERS_MAX;
+use holder::Holder;
+use loads::ConsumerRank;
 
 /// This rank's place in its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -150,40 +145,6 @@ pub struct WorkerSide {
     pending: u32,
 }
 
-struct Holder {
-    page: Arc<LeasePage>,
-    server: Option<DataServer>,
-    /// Keeps the nonce that readers probe.
-    _process: Option<ProcessHolder>,
-    named: bool,
-}
-
-struct ConsumerRank {
-    reader: Reader,
-    peers: BTreeMap<PeerId, KnownPeer>,
-    /// Counts uses of peers, to tell the one used longest ago.
-    uses: u64,
-    loads: BTreeMap<u64, Load>,
-    by_request: BTreeMap<String, u64>,
-    next_job: u64,
-}
-
-struct KnownPeer {
-    layout: Layout,
-    used: u64,
-}
-
-#[derive(Debug)]
-struct Load {
-    request_id: String,
-    transfer_id: TransferId,
-    engine: EngineId,
-    dest_blocks: Vec<BlockId>,
-    planned_bytes: u64,
-    /// Why it was cancelled, which says more than the reader can.
-    cancelled: Option<Failure>,
-}
-
 impl WorkerSide {
     /// Starts what the roles need. Nothing is read or served before the first step.
     ///
@@ -232,14 +193,10 @@ impl WorkerSide {
             None
         };
         let consumer = if options.roles.consumer {
-            Some(ConsumerRank {
-                reader: Reader::start(Arc::clone(&memory), options.reader),
-                peers: BTreeMap::new(),
-                uses: 0,
-                loads: BTreeMap::new(),
-                by_request: BTreeMap::new(),
-                next_job: 0,
-            })
+            Some(ConsumerRank::new(Reader::start(
+                Arc::clone(&memory),
+                options.reader,
+            )))
         } else {
             None
         };
@@ -393,195 +350,6 @@ impl WorkerSide {
             },
             None => true,
         }
-    }
-}
-
-impl Holder {
-    fn name(&mut self, place: HolderPlace) {
-        if self.named {
-            return;
-        }
-        if let Some(server) = &self.server {
-            server.serve_as(place);
-        }
-        self.named = true;
-    }
-
-    /// Fences every later read of the lease. Runs before the report that frees its blocks.
-    fn end(&self, lease: LeaseRef) {
-        if let Err(error) = self.page.bump(lease.slot, lease.epoch.next()) {
-            // Slots are handed out below the page's size, which both sides take from one setting.
-            tracing::error!("lease page: {error}");
-        }
-    }
-}
-
-impl ConsumerRank {
-    fn learn(&mut self, peer: PeerCard) {
-        self.uses += 1;
-        let known = KnownPeer {
-            layout: peer.layout,
-            used: self.uses,
-        };
-        self.peers.insert(peer.peer, known);
-        if self.peers.len() > PEERS_KEPT_MAX
-            && let Some(stale) = self
-                .peers
-                .iter()
-                .min_by_key(|(_, known)| known.used)
-                .map(|(peer, _)| *peer)
-        {
-            self.peers.remove(&stale);
-        }
-    }
-
-    fn begin(
-        &mut self,
-        place: &WorkerPlace,
-        cache: &RankCache,
-        received_at: Time,
-        order: &LoadOrder,
-    ) -> Result<(), Failure> {
-        let (job, load) = self.plan(place, cache, received_at, order)?;
-        let id = job.id;
-        self.reader
-            .submit(job)
-            .map_err(|error| Failure::new(FailureReason::Transport, error.to_string()))?;
-        self.by_request.insert(order.request_id.clone(), id);
-        self.loads.insert(id, load);
-        Ok(())
-    }
-
-    fn plan(
-        &mut self,
-        place: &WorkerPlace,
-        cache: &RankCache,
-        received_at: Time,
-        order: &LoadOrder,
-    ) -> Result<(ReadJob, Load), Failure> {
-        let refuse = |text: String| Failure::new(FailureReason::Plan, text);
-        self.uses += 1;
-        let known = self
-            .peers
-            .get_mut(&order.peer)
-            .ok_or_else(|| refuse("the peer's card is not known".into()))?;
-        known.used = self.uses;
-        let layout = &known.layout;
-        if order.source_blocks.len() != order.dest_blocks.len() {
-            return Err(refuse(
-                "as many source as destination blocks are needed".into(),
-            ));
-        }
-        let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
-            .map_err(|error| refuse(error.to_string()))?;
-        let chooser = SourceChooser::new(order.transfer_id);
-        let plan = pairing
-            .rank_plan(place.tp_rank, &chooser)
-            .map_err(|error| refuse(error.to_string()))?;
-        let blocks: Vec<BlockPair> = order
-            .source_blocks
-            .iter()
-            .zip(&order.dest_blocks)
-            .map(|(source, dest)| BlockPair {
-                source: *source,
-                dest: *dest,
-            })
-            .collect();
-        let stage: BTreeMap<TpRank, &WorkerCard> = layout
-            .workers
-            .iter()
-            .filter(|worker| worker.pp_rank == place.pp_rank)
-            .map(|worker| (worker.tp_rank, worker))
-            .collect();
-        let caches: Vec<(TpRank, &RankCache)> = stage
-            .iter()
-            .map(|(tp_rank, worker)| (*tp_rank, &worker.cache))
-            .collect();
-        let runs =
-            expand(&plan, cache, &caches, &blocks).map_err(|error| refuse(error.to_string()))?;
-        let owner = Owner {
-            engine: layout.from.engine.clone(),
-            incarnation: layout.from.incarnation,
-            dp_rank: layout.from.dp_rank,
-        };
-        let mut pieces = Vec::new();
-        for (route, (tp_rank, runs)) in plan.routes(&owner, place.pp_rank).into_iter().zip(runs) {
-            let worker = stage
-                .get(&tp_rank)
-                .filter(|_| route.tp_rank() == tp_rank)
-                .ok_or_else(|| refuse(format!("no card of source tp_rank {tp_rank}")))?;
-            pieces.push(ReadPiece {
-                source: Arc::new(Source {
-                    route,
-                    endpoints: worker.endpoints.clone(),
-                    regions: worker.cache.regions().to_vec(),
-                }),
-                runs,
-            });
-        }
-        let id = self.next_job;
-        self.next_job += 1;
-        let load = Load {
-            request_id: order.request_id.clone(),
-            transfer_id: order.transfer_id,
-            engine: owner.engine,
-            dest_blocks: order.dest_blocks.clone(),
-            planned_bytes: planned_bytes(&plan, cache, blocks.len() as u64),
-            cancelled: None,
-        };
-        let job = ReadJob {
-            id,
-            lease: order.lease,
-            deadline: received_at + Duration::from_millis(order.deadline_ms),
-            pieces,
-        };
-        Ok((job, load))
-    }
-
-    fn end(&mut self, done: JobDone) -> Option<LoadReport> {
-        let load = self.loads.remove(&done.id)?;
-        self.by_request.remove(&load.request_id);
-        let failure = done.outcome.err().map(|failure| match load.cancelled {
-            Some(cancelled) => cancelled,
-            None => Failure::new(reason_of(failure.kind), failure.text),
-        });
-        let invalid_blocks = match failure {
-            Some(_) => load.dest_blocks,
-            None => Vec::new(),
-        };
-        Some(LoadReport {
-            request_id: load.request_id,
-            transfer_id: Some(load.transfer_id),
-            engine: Some(load.engine),
-            failure,
-            ordered: false,
-            invalid_blocks,
-            planned_bytes: load.planned_bytes,
-            reads: done
-                .reads
-                .into_iter()
-                .map(|read| SourceRead {
-                    dp_rank: read.route.dp_rank(),
-                    tp_rank: read.route.tp_rank(),
-                    bytes: read.bytes,
-                    transport: read.transport.map_or("none", TransportName::as_str),
-                })
-                .collect(),
-            elapsed: done.elapsed,
-        })
-    }
-}
-
-fn reason_of(kind: ReadFailureKind) -> FailureReason {
-    match kind {
-        ReadFailureKind::LeaseGone => FailureReason::Fenced,
-        ReadFailureKind::Deadline => FailureReason::LeaseExpired,
-        ReadFailureKind::Cancelled => FailureReason::Cancelled,
-        ReadFailureKind::PeerLost => FailureReason::PeerLost,
-        ReadFailureKind::Unreachable => FailureReason::Unreachable,
-        ReadFailureKind::Refused | ReadFailureKind::Incarnation => FailureReason::PairRefused,
-        ReadFailureKind::OutOfBounds => FailureReason::Plan,
-        ReadFailureKind::NotQuiesced | ReadFailureKind::Local => FailureReason::Transport,
     }
 }
 

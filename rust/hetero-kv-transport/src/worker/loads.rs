@@ -1,0 +1,229 @@
+//! The consumer half of one rank: orders become jobs of the reader, and ended jobs become reports.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hetero_kv_core::failure::{Failure, FailureReason};
+use hetero_kv_core::ids::{BlockId, EngineId, TpRank, TransferId};
+use hetero_kv_core::layout::RankCache;
+use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes};
+use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId};
+use hetero_kv_core::time::Time;
+use hetero_kv_core::wire::card::WorkerCard;
+use hetero_kv_core::wire::message::Layout;
+
+use super::{LoadReport, SourceRead, WorkerPlace};
+use crate::error::ReadFailureKind;
+use crate::reader::{JobDone, ReadJob, ReadPiece, Reader};
+use crate::transport::{Source, TransportName};
+
+/// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
+/// side keeps, so that a peer it still knows is never among those dropped here.
+const PEERS_KEPT_MAX: usize = 2 * hetero_kv_core::consumer::PEERS_MAX;
+
+pub(super) struct ConsumerRank {
+    pub(super) reader: Reader,
+    peers: BTreeMap<PeerId, KnownPeer>,
+    /// Counts uses of peers, to tell the one used longest ago.
+    uses: u64,
+    pub(super) loads: BTreeMap<u64, Load>,
+    pub(super) by_request: BTreeMap<String, u64>,
+    next_job: u64,
+}
+
+pub(super) struct KnownPeer {
+    layout: Layout,
+    used: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) request_id: String,
+    pub(super) transfer_id: TransferId,
+    pub(super) engine: EngineId,
+    pub(super) dest_blocks: Vec<BlockId>,
+    pub(super) planned_bytes: u64,
+    /// Why it was cancelled, which says more than the reader can.
+    pub(super) cancelled: Option<Failure>,
+}
+
+impl ConsumerRank {
+    pub(super) fn new(reader: Reader) -> Self {
+        Self {
+            reader,
+            peers: BTreeMap::new(),
+            uses: 0,
+            loads: BTreeMap::new(),
+            by_request: BTreeMap::new(),
+            next_job: 0,
+        }
+    }
+
+    pub(super) fn learn(&mut self, peer: PeerCard) {
+        self.uses += 1;
+        let known = KnownPeer {
+            layout: peer.layout,
+            used: self.uses,
+        };
+        self.peers.insert(peer.peer, known);
+        if self.peers.len() > PEERS_KEPT_MAX
+            && let Some(stale) = self
+                .peers
+                .iter()
+                .min_by_key(|(_, known)| known.used)
+                .map(|(peer, _)| *peer)
+        {
+            self.peers.remove(&stale);
+        }
+    }
+
+    pub(super) fn begin(
+        &mut self,
+        place: &WorkerPlace,
+        cache: &RankCache,
+        received_at: Time,
+        order: &LoadOrder,
+    ) -> Result<(), Failure> {
+        let (job, load) = self.plan(place, cache, received_at, order)?;
+        let id = job.id;
+        self.reader
+            .submit(job)
+            .map_err(|error| Failure::new(FailureReason::Transport, error.to_string()))?;
+        self.by_request.insert(order.request_id.clone(), id);
+        self.loads.insert(id, load);
+        Ok(())
+    }
+
+    fn plan(
+        &mut self,
+        place: &WorkerPlace,
+        cache: &RankCache,
+        received_at: Time,
+        order: &LoadOrder,
+    ) -> Result<(ReadJob, Load), Failure> {
+        let refuse = |text: String| Failure::new(FailureReason::Plan, text);
+        self.uses += 1;
+        let known = self
+            .peers
+            .get_mut(&order.peer)
+            .ok_or_else(|| refuse("the peer's card is not known".into()))?;
+        known.used = self.uses;
+        let layout = &known.layout;
+        if order.source_blocks.len() != order.dest_blocks.len() {
+            return Err(refuse(
+                "as many source as destination blocks are needed".into(),
+            ));
+        }
+        let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
+            .map_err(|error| refuse(error.to_string()))?;
+        let chooser = SourceChooser::new(order.transfer_id);
+        let plan = pairing
+            .rank_plan(place.tp_rank, &chooser)
+            .map_err(|error| refuse(error.to_string()))?;
+        let blocks: Vec<BlockPair> = order
+            .source_blocks
+            .iter()
+            .zip(&order.dest_blocks)
+            .map(|(source, dest)| BlockPair {
+                source: *source,
+                dest: *dest,
+            })
+            .collect();
+        let stage: BTreeMap<TpRank, &WorkerCard> = layout
+            .workers
+            .iter()
+            .filter(|worker| worker.pp_rank == place.pp_rank)
+            .map(|worker| (worker.tp_rank, worker))
+            .collect();
+        let caches: Vec<(TpRank, &RankCache)> = stage
+            .iter()
+            .map(|(tp_rank, worker)| (*tp_rank, &worker.cache))
+            .collect();
+        let runs =
+            expand(&plan, cache, &caches, &blocks).map_err(|error| refuse(error.to_string()))?;
+        let owner = Owner {
+            engine: layout.from.engine.clone(),
+            incarnation: layout.from.incarnation,
+            dp_rank: layout.from.dp_rank,
+        };
+        let mut pieces = Vec::new();
+        for (route, (tp_rank, runs)) in plan.routes(&owner, place.pp_rank).into_iter().zip(runs) {
+            let worker = stage
+                .get(&tp_rank)
+                .filter(|_| route.tp_rank() == tp_rank)
+                .ok_or_else(|| refuse(format!("no card of source tp_rank {tp_rank}")))?;
+            pieces.push(ReadPiece {
+                source: Arc::new(Source {
+                    route,
+                    endpoints: worker.endpoints.clone(),
+                    regions: worker.cache.regions().to_vec(),
+                }),
+                runs,
+            });
+        }
+        let id = self.next_job;
+        self.next_job += 1;
+        let load = Load {
+            request_id: order.request_id.clone(),
+            transfer_id: order.transfer_id,
+            engine: owner.engine,
+            dest_blocks: order.dest_blocks.clone(),
+            planned_bytes: planned_bytes(&plan, cache, blocks.len() as u64),
+            cancelled: None,
+        };
+        let job = ReadJob {
+            id,
+            lease: order.lease,
+            deadline: received_at + Duration::from_millis(order.deadline_ms),
+            pieces,
+        };
+        Ok((job, load))
+    }
+
+    pub(super) fn end(&mut self, done: JobDone) -> Option<LoadReport> {
+        let load = self.loads.remove(&done.id)?;
+        self.by_request.remove(&load.request_id);
+        let failure = done.outcome.err().map(|failure| match load.cancelled {
+            Some(cancelled) => cancelled,
+            None => Failure::new(reason_of(failure.kind), failure.text),
+        });
+        let invalid_blocks = match failure {
+            Some(_) => load.dest_blocks,
+            None => Vec::new(),
+        };
+        Some(LoadReport {
+            request_id: load.request_id,
+            transfer_id: Some(load.transfer_id),
+            engine: Some(load.engine),
+            failure,
+            ordered: false,
+            invalid_blocks,
+            planned_bytes: load.planned_bytes,
+            reads: done
+                .reads
+                .into_iter()
+                .map(|read| SourceRead {
+                    dp_rank: read.route.dp_rank(),
+                    tp_rank: read.route.tp_rank(),
+                    bytes: read.bytes,
+                    transport: read.transport.map_or("none", TransportName::as_str),
+                })
+                .collect(),
+            elapsed: done.elapsed,
+        })
+    }
+}
+
+fn reason_of(kind: ReadFailureKind) -> FailureReason {
+    match kind {
+        ReadFailureKind::LeaseGone => FailureReason::Fenced,
+        ReadFailureKind::Deadline => FailureReason::LeaseExpired,
+        ReadFailureKind::Cancelled => FailureReason::Cancelled,
+        ReadFailureKind::PeerLost => FailureReason::PeerLost,
+        ReadFailureKind::Unreachable => FailureReason::Unreachable,
+        ReadFailureKind::Refused | ReadFailureKind::Incarnation => FailureReason::PairRefused,
+        ReadFailureKind::OutOfBounds => FailureReason::Plan,
+        ReadFailureKind::NotQuiesced | ReadFailureKind::Local => FailureReason::Transport,
+    }
+}
