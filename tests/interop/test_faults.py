@@ -127,7 +127,9 @@ def test_refilled_blocks_are_never_accepted(make_engine: MakeEngine, transport: 
             d.wait_idle(0)
     load = d.loaded(late)
     assert not load.ok
-    assert load.reasons == {"fenced"}, load
+    # The fence catches what was read; a rank that is slow to get the processor back finds its own
+    # deadline over first.
+    assert load.reasons in ({"fenced"}, {"lease_expired"}), load
     d.assert_clean()
     p.assert_clean()
     d.check_bytes()
