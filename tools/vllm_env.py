@@ -233,7 +233,7 @@ def needs(folder: Path, lock: Lock) -> list[str]:
         )
     return [
         environment,
-        "wheel: cargo and a C compiler (found); 1 to 3 minutes and 2 GB of disk the first time",
+        "wheel: cargo and a C compiler (found); 2 to 7 minutes and 1 GB of disk the first time",
         f"system packages: Python {lock.python_version} with venv (found), nothing else",
     ]
 
