@@ -104,7 +104,9 @@ def test_lease_that_ran_out_before_the_claim(make_engine: MakeEngine) -> None:
 def test_refilled_blocks_are_never_accepted(make_engine: MakeEngine, transport: str) -> None:
     """A rank that gets its order late reads blocks that hold another prompt by then: whatever it
     got, the load fails."""
-    settings = {"transport": transport, "lease_s": 2}
+    # Long enough that a rank which is slow to get the processor back meets the fence and not its
+    # own deadline, which starts when the order reaches it.
+    settings = {"transport": transport, "lease_s": 6}
     p = make_engine("p", GQA, producer=True, settings=settings)
     d = make_engine("d", GQA, producer=False, settings=settings)
     prefill = p.prefill(tokens(30))
@@ -127,9 +129,7 @@ def test_refilled_blocks_are_never_accepted(make_engine: MakeEngine, transport: 
             d.wait_idle(0)
     load = d.loaded(late)
     assert not load.ok
-    # The fence catches what was read; a rank that is slow to get the processor back finds its own
-    # deadline over first.
-    assert load.reasons in ({"fenced"}, {"lease_expired"}), load
+    assert load.reasons == {"fenced"}, load
     d.assert_clean()
     p.assert_clean()
     d.check_bytes()
