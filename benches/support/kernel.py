@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -75,19 +74,6 @@ def processor_ns(pids: Sequence[int]) -> dict[Thread, int]:
 def used_s(before: Mapping[Thread, int], after: Mapping[Thread, int]) -> dict[Thread, float]:
     """Seconds of each thread between two readings; a thread that came meanwhile counts from 0."""
     return {thread: (ns - before.get(thread, 0)) / 1e9 for thread, ns in after.items()}
-
-
-@contextlib.contextmanager
-def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Held by SIGSTOP within the block."""
-    try:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 def load_average() -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from . import matrix_report
+from .processes import warnings_of
 from .reference import Reference, ask_plain_engine
 
 
@@ -49,9 +50,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Notes each verdict of a topology in its line of the matrix."""
+    """Notes each verdict of a topology in its line of the matrix, and what the engines logged of a
+    failure: the client saw no more than a 500."""
     report = yield
-    cluster = getattr(item, "funcargs", {}).get("cluster")
+    given = getattr(item, "funcargs", {})
+    cluster = given.get("cluster")
     if cluster is not None and call.when == "call":
         cluster.checks[getattr(item, "originalname", item.name)] = call.excinfo is None
+    if report.failed and (running := cluster or given.get("site")) is not None:
+        engines = running.engines
+        for engine in engines.values() if isinstance(engines, dict) else engines:
+            report.sections.append((f"warnings of {engine.name}", warnings_of(engine)))
     return report

@@ -1,12 +1,14 @@
-"""Processes of an engine as the kernel sees them: who they are, their memory, their ports."""
+"""Processes of an engine as the kernel sees them: who they are, their memory, their ports. And what
+they logged."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from hetero_kv.demo.engines import Engine
@@ -76,19 +78,6 @@ def listening_ports(engine: Engine, ports: range) -> list[int]:
     return sorted(found)
 
 
-@contextlib.contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Held by SIGSTOP within the block; a process that has ended by then is left alone."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 def kill_at_once(engine: Engine) -> tuple[float, float]:
     """SIGKILL to every process of the engine. When it was sent, and when all were dead, by
     time.monotonic(): the kernel may take its time, and connections stand until then."""
@@ -118,3 +107,13 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
         time.sleep(interval_s)
+
+
+_WARNED = re.compile(r"\b(WARN|WARNING|ERROR|CRITICAL|panicked)\b")
+
+
+def warnings_of(engine: Engine, lines_max: int = 60) -> str:
+    """The last lines of its log that warn, our connector's and vLLM's."""
+    text = engine.process.log_path.read_text(errors="replace")
+    telling = [line[:400] for line in text.splitlines() if _WARNED.search(line)]
+    return "\n".join(telling[-lines_max:])

@@ -15,13 +15,14 @@ import pytest
 
 from hetero_kv.demo import run as demo
 from hetero_kv.demo.engines import Engine, EngineSpec
+from hetero_kv.demo.processes import stopped
 from hetero_kv.demo.witness import BYTES_READ
 
 from . import matrix_report
 from .conftest import References
 from .fault_site import GRACE_S, LEASE_S, SLACK_S, Site, failures, open_site, risen, spec
 from .legs import Pending, completion, decode, post, prefill
-from .processes import kill_at_once, stopped, workers
+from .processes import kill_at_once, workers
 
 pytestmark = [
     pytest.mark.engines,

@@ -16,6 +16,7 @@ import pytest
 
 from hetero_kv.demo import run as demo
 from hetero_kv.demo.engines import HOST
+from hetero_kv.demo.processes import stopped
 from hetero_kv.demo.report import check_held
 from hetero_kv.demo.witness import BYTES_READ, CACHE_USAGE, FREE_BLOCKS, LEASES_ALIVE
 
@@ -23,7 +24,7 @@ from . import frames, matrix_report
 from .conftest import References
 from .fault_site import GRACE_S, LEASE_S, SLACK_S, Site, failures, open_site, risen, spec
 from .legs import Pending, completion, decode, post, prefill
-from .processes import listening_ports, stopped, wait_until, workers
+from .processes import listening_ports, wait_until, workers
 
 pytestmark = [
     pytest.mark.engines,

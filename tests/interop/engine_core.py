@@ -147,11 +147,13 @@ class EngineCore:
 
     def _step(self) -> None:
         fills, prefilled = self._schedule_prefills()
-        running = self._schedule_decodes()
+        running, loading = self._schedule_decodes()
         orders = self._core_().take_orders()
         empty = not fills and not running
         for rank in self._ranks:
             rank.send(("step", orders, fills, EMPTY_STEP_WAIT_MS if empty else 0.0))
+        for request in loading:
+            self._event("ordered", request.request_id)
         results = [rank.recv() for rank in self._ranks]
         for request in prefilled:
             self._finish_prefill(request)
@@ -178,10 +180,12 @@ class EngineCore:
                 done.append(request)
         return fills, done
 
-    def _schedule_decodes(self) -> list[Request]:
+    def _schedule_decodes(self) -> tuple[list[Request], list[Request]]:
+        """Those that run in this step, and those that wait for their load from now on."""
         running: list[Request] = []
+        loading: list[Request] = []
         if self._producer:
-            return running
+            return running, loading
         for request in self._requests.values():
             if request.state == "loaded":
                 # The load is done: scheduled like a request with a local hit.
@@ -199,11 +203,14 @@ class EngineCore:
             request.blocks = self._take(need)
             request.external = external
             self._core_().allocated(request.request_id, request.blocks, external)
-            request.state = "loading" if external else "running"
-            if not external:
+            if external:
+                request.state = "loading"
+                loading.append(request)
+            else:
+                request.state = "running"
                 self._event("local", request.request_id)
                 running.append(request)
-        return running
+        return running, loading
 
     def _finish_prefill(self, request: Request) -> None:
         answer, refused = self._core_().prefilled(

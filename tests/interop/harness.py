@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hetero_kv.config import Settings
+from hetero_kv.demo.processes import stands_still
 
 from . import engine_core, rank
 from .caches import Image, Model, Style
@@ -381,7 +382,7 @@ def stop(process: BaseProcess) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
-    while _state(process) != "T":
+    while not stands_still(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

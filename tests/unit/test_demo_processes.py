@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetero_kv.demo.guard import descendants
-from hetero_kv.demo.processes import GuardedProcess, ProcessError, stop_all
+from hetero_kv.demo.processes import GuardedProcess, ProcessError, stop_all, stopped
 
 # A command that ignores SIGINT and SIGTERM, with a child in a session of its own that does too.
 STUBBORN = """
@@ -164,3 +164,41 @@ def test_wait_says_what_is_left(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match="still running"):
         process.wait(0.1)
     process.kill()
+
+
+BUSY = """
+import threading, time
+count = [0] * 4
+def work(i):
+    while True:
+        count[i] += 1
+        time.sleep(0)
+for i in range(4):
+    threading.Thread(target=work, args=(i,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_thread_of_a_stopped_process_runs() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(20):
+            with stopped([process.pid]):
+                used = processor_ticks(process.pid)
+                time.sleep(0.05)
+                assert processor_ticks(process.pid) == used
+        assert eventually(lambda: processor_ticks(process.pid) > used), "it goes on afterwards"
+    finally:
+        process.kill()
+        process.wait()
+    with stopped([process.pid]):
+        pass
+
+
+def processor_ticks(pid: int) -> list[str]:
+    """Times on a processor of each thread, in nanoseconds, as the scheduler counts them."""
+    paths = sorted(Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return [path.read_text().split()[0] for path in paths]

@@ -9,15 +9,19 @@ import contextlib
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_ANSWER_TIMEOUT_S = 10.0
 LOG_TAIL_BYTES = 256 * 1024
+STANDSTILL_TIMEOUT_S = 10.0
+# States of a thread that runs nothing, as proc(5) has them: stopped, traced, dead.
+STANDING = frozenset("TtZX")
 
 # Lines that say why a program ended: Python's last line of a traceback, and loggers' ERROR.
 TELLING = re.compile(r"(^|\s)([A-Za-z_.]*(Error|Exception|Interrupt)\b:|error:|ERROR\b|FATAL\b)")
@@ -152,3 +156,39 @@ def stop_all(processes: Sequence[GuardedProcess], grace_s: float = 15.0) -> None
             failures.append(str(failure))
     if failures:
         raise ProcessError("\n".join(failures))
+
+
+@contextlib.contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Holds processes by SIGSTOP: within the block none of their threads runs.
+
+    The signal alone promises less, since a thread goes on until the kernel has told it. A process
+    that has ended is left alone. Raises `ProcessError` when a thread does not come to a stand.
+    """
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        end = time.monotonic() + STANDSTILL_TIMEOUT_S
+        while running := [pid for pid in pids if not stands_still(pid)]:
+            if time.monotonic() > end:
+                raise ProcessError(f"not stopped after {STANDSTILL_TIMEOUT_S:.0f} s: {running}")
+            time.sleep(0.001)
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def stands_still(pid: int) -> bool:
+    """Whether no thread of the process runs or will; true when there is no such process."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            # The name in parentheses may hold anything.
+            state = stat.read_text(errors="replace").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if state not in STANDING:
+            return False
+    return True

@@ -83,7 +83,9 @@ def make_row(
             problem = problem or f"loads by decode ranks {ranks}, not by each of {decode_tp} once"
         bad = [load for load in loads if load.outcome != LOADED]
         if bad:
-            problem = problem or f"rank {bad[0].tp_rank} reports {bad[0].outcome!r}"
+            # Beside what the client saw: vLLM answers every failed load with the same 500.
+            said = f"rank {bad[0].tp_rank} reports {bad[0].outcome!r}"
+            problem = f"{said}; {problem}" if problem else said
         problem = problem or _not_planned(loads, planner)
     elif external:
         planned = planner.bytes_planned(0, 0, external)

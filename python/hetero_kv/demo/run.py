@@ -79,9 +79,14 @@ TRACE_ENV = "HETERO_KV_TRACE"
 FAULT_ENV = "HETERO_KV_FAULT"
 FAULT_FLIP = "flip-source"
 
-# Connector settings for engines that share a few cores: a rank that spins in lock-step keeps the
-# processor from the one that it waits for.
-SHARED_CORES: dict[str, object] = {"lock_step_wait_ms": 5}
+# Connector settings for engines that share a few cores. A rank that spins in lock-step keeps the
+# processor from the one that it waits for; and a virtual machine may take it from all of them for
+# longer than the ten seconds in which a claim has to be answered.
+SHARED_CORES: dict[str, object] = {
+    "lock_step_wait_ms": 5,
+    "claim_timeout_s": 60,
+    "lease_s": 60,
+}
 
 # The decode engine then tells, with each answer, the tokens that it did not compute and its times.
 ANSWER_FLAGS = ("--enable-prompt-tokens-details", "--enable-per-request-metrics")

@@ -144,6 +144,7 @@ impl Loop {
 
     fn collect(&mut self, now: Time) -> Vec<Output> {
         let mut outputs = Vec::new();
+        let mut notes = Vec::new();
         let mut desk = self.desk.lock();
         if let Some(producer) = desk.producer.as_mut() {
             if producer.poll_timeout().is_some_and(|due| due <= now) {
@@ -160,16 +161,18 @@ impl Loop {
             while let Some(output) = consumer.poll_output() {
                 outputs.push(Output::Consumer(output));
             }
-            for note in consumer.take_notes() {
-                if note.warning {
-                    tracing::warn!("{}", note.text);
-                } else {
-                    tracing::info!("{}", note.text);
-                }
-            }
+            notes = consumer.take_notes();
         }
         drop(desk);
         self.desk.changed.notify_all();
+        // Whoever reads the log may be slow, and the scheduler's thread must not wait for that.
+        for note in notes {
+            if note.warning {
+                tracing::warn!("{}", note.text);
+            } else {
+                tracing::info!("{}", note.text);
+            }
+        }
         outputs
     }
 

@@ -44,7 +44,7 @@ pub(super) struct Load {
     pub(super) engine: EngineId,
     pub(super) dest_blocks: Vec<BlockId>,
     pub(super) planned_bytes: u64,
-    /// Why it was cancelled, which says more than the reader can.
+    /// Why it was cancelled, which the reader does not know.
     pub(super) cancelled: Option<Failure>,
 }
 
@@ -184,10 +184,14 @@ impl ConsumerRank {
     pub(super) fn end(&mut self, done: JobDone) -> Option<LoadReport> {
         let load = self.loads.remove(&done.id)?;
         self.by_request.remove(&load.request_id);
-        let failure = done.outcome.err().map(|failure| match load.cancelled {
-            Some(cancelled) => cancelled,
-            None => Failure::new(reason_of(failure.kind), failure.text),
-        });
+        let failure = done
+            .outcome
+            .err()
+            .map(|failure| match (failure.kind, load.cancelled) {
+                (ReadFailureKind::Cancelled, Some(cancelled)) => cancelled,
+                // It had failed by itself before it was cancelled.
+                (kind, _) => Failure::new(reason_of(kind), failure.text),
+            });
         let invalid_blocks = match failure {
             Some(_) => load.dest_blocks,
             None => Vec::new(),

@@ -317,6 +317,32 @@ fn a_cancelled_load_says_why_it_was_cancelled() {
     assert!(d.side.take_results().received.is_empty(), "once");
 }
 
+/// The scheduler side sees the end of a lease before it hears of the read that met the fence.
+#[test]
+fn a_load_that_failed_before_it_was_cancelled_says_why_it_failed() {
+    let mut p = named_producer("p");
+    let mut d = rank("dd", false, TransportChoice::Auto);
+    p.side.step(release("r"), Duration::ZERO);
+    let mut orders = orders_of(load("r"));
+    orders.peers = vec![peer(&p, "p")];
+    d.side.step(orders, Duration::ZERO);
+    let deadline = Instant::now() + PATIENCE;
+    while d.side.figures().reader.expect("a reader").jobs_in_flight > 0 {
+        assert!(Instant::now() < deadline, "the load never ends");
+        thread::sleep(Duration::from_millis(2));
+    }
+    let cancels = StepOrders {
+        cancels: vec![CancelOrder {
+            request_id: "r".into(),
+            failure: Failure::new(FailureReason::LeaseExpired, "its lease ran out"),
+        }],
+        ..StepOrders::default()
+    };
+    d.side.step(cancels, Duration::ZERO);
+    let failure = wait_report(&mut d).failure.expect("fenced");
+    assert_eq!(failure.reason, FailureReason::Fenced, "{failure}");
+}
+
 #[test]
 fn an_empty_step_waits_only_for_what_is_pending() {
     let mut p = named_producer("p");
