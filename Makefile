@@ -12,7 +12,10 @@ TOPOLOGY ?= dp=1,tp=2:dp=2,tp=1
 MODEL ?= gqa
 KEEP ?=
 JSON ?=
-# More arguments for the demo, or for pytest.
+# Of the simulator.
+SEEDS ?= 3000
+FROM ?= 0
+# More arguments for the demo, pytest, the simulator or the mutants.
 ARGS ?=
 
 VLLM_ENV := python3 tools/vllm_env.py
@@ -78,15 +81,30 @@ test-cargo: ## cargo tests only; needs neither Python nor vLLM
 	$(call stage,cargo test,if cargo nextest --version >/dev/null 2>&1; \
 		then cargo nextest run --release --locked; else cargo test --release --locked; fi)
 
+.PHONY: sim
+sim: ## Simulate clusters: SEEDS=100000 FROM=0 for more seeds than the tests run
+	$(call stage,simulator,cargo run --release --locked --quiet -p hetero-kv-sim -- \
+		--seeds $(SEEDS) --from $(FROM) $(ARGS))
+
+.PHONY: mutants
+mutants: ## Break the code on purpose, patch by patch: the simulator has to notice each
+	$(call stage,mutants,python3 tools/mutants.py $(ARGS))
+
 .PHONY: lint
-lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and the failure table are true
+lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and tables of tests are true
 	$(call stage,cargo fmt,cargo fmt --all --check)
 	$(call stage,clippy,cargo clippy --release --locked --workspace --all-targets -- -D warnings)
 	$(call stage,ruff,"$(ENV_BIN)ruff" check . && "$(ENV_BIN)ruff" format --check .)
 	$(call stage,mypy,"$(ENV_BIN)mypy")
 	$(call stage,stubtest,"$(ENV_PYTHON)" -m mypy.stubtest hetero_kv._core)
 	$(call stage,generated pages,(for page in tools/gen_*.py; do "$(ENV_PYTHON)" "$$page" --check || exit; done))
-	$(call stage,failure table,python3 tools/check_failures.py)
+	$(call stage,tables,"$(ENV_PYTHON)" tests/check_tables.py)
+
+.PHONY: deny
+deny: ## Licences, sources and banned crates of all that is linked (needs cargo-deny)
+	$(call stage,deny,if cargo deny --version >/dev/null 2>&1; \
+		then cargo deny --locked check bans licenses sources; \
+		else echo "cargo-deny is missing: cargo install --locked cargo-deny" >&2; exit 1; fi)
 
 .PHONY: bench
 bench: install-env ## Benchmarks; what each answers is in benches/README.md

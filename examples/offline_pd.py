@@ -34,7 +34,9 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Longer than a start takes on two loaded cores.
 ANSWER_TIMEOUT_S = 900.0
 # Decode gives blocks back as soon as no other request of the same prompt is to be expected.
-RELEASE_TIMEOUT_S = 5.0
+RELEASE_TIMEOUT_S = 15.0
+# An engine ends its own processes before it does.
+STOP_TIMEOUT_S = 60.0
 PROMPTS = (
     "The KV cache of this prompt is computed by one engine and read by another.",
     "A second prompt, a little longer than the first, so that it takes another number of blocks.",
@@ -157,7 +159,7 @@ class Engine:
     def stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(None)
-        self._process.join(30)
+        self._process.join(STOP_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
 

@@ -1,7 +1,9 @@
-"""Writes ``docs/configuration.md`` and ``docs/metrics.md`` from the tables in the code.
+"""Writes the generated pages of ``docs/`` from the code.
 
+``configuration.md`` and ``metrics.md`` come from the tables of the Python package, ``errors.md``
+from the Rust sources, ``cli.md`` from the executables' own help.
 ``python tools/gen_docs.py`` writes them, ``--check`` only says whether they are current (exit 1 if
-not). Needs neither vLLM nor the built extension: the tables are plain Python.
+not). Needs no vLLM; ``cli.md`` needs the executables, which an install of the package brings.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import cli_page
+import errors_page
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_BY = "<!-- Written by tools/gen_docs.py from the code. Do not edit. -->"
@@ -137,7 +142,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if not current")
     check = parser.parse_args().check
     stale = []
-    for name, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
+    try:
+        pages = (
+            ("configuration.md", configuration()),
+            ("metrics.md", metrics()),
+            ("errors.md", errors_page.page(ROOT, MADE_BY)),
+            ("cli.md", cli_page.page(ROOT, MADE_BY)),
+        )
+    except (errors_page.PageError, cli_page.PageError) as error:
+        print(f"gen_docs: {error}", file=sys.stderr)
+        return 1
+    for name, text in pages:
         path = ROOT / "docs" / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

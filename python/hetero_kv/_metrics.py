@@ -61,6 +61,16 @@ METRICS: tuple[Metric, ...] = (
         "Decode: control connections made again to a prefill engine already paired with.",
     ),
     Metric(
+        "hetero_kv_source_quarantines",
+        "counter",
+        "Decode: times a prefill rank was lost or out of reach and is avoided for a while.",
+    ),
+    Metric(
+        "hetero_kv_sources_avoided",
+        "gauge",
+        "Decode: prefill ranks that are avoided where another holds the same heads.",
+    ),
+    Metric(
         "hetero_kv_unquiesced_loads",
         "gauge",
         "Decode: stopped loads whose blocks may still be written and are held back; not 0 for "

@@ -39,8 +39,10 @@ class HeteroKVWorkerMeta(KVConnectorWorkerMetadata):
 
     failed: dict[str, tuple[str, str, bool]]
     """Request id to reason, field, and whether the scheduler side ordered the failure itself."""
+    lost: set[tuple[str, int]] = field(default_factory=set)
+    """Request id and the tp rank of a source that could not be read for it."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HeteroKVWorkerMeta:
         """Failures of several ranks: the first rank's reason stands for a request."""
         assert isinstance(other, HeteroKVWorkerMeta)
-        return HeteroKVWorkerMeta({**other.failed, **self.failed})
+        return HeteroKVWorkerMeta({**other.failed, **self.failed}, self.lost | other.lost)

@@ -35,10 +35,12 @@ COUNTERS = {
     "claims_gone": "hetero_kv_claims_gone",
     "digest_mismatches": "hetero_kv_digest_mismatches",
     "reconnects": "hetero_kv_reconnects",
+    "quarantines": "hetero_kv_source_quarantines",
 }
 GAUGES = {
     "leases_alive": "hetero_kv_leases_alive",
     "oldest_lease_s": "hetero_kv_oldest_lease_seconds",
+    "sources_avoided": "hetero_kv_sources_avoided",
 }
 
 
@@ -195,6 +197,8 @@ class SchedulerConnector:
                 self._failed.add(request_id)
                 if not ordered:
                     self._count_failure(reason, field)
+        for request_id, tp_rank in sorted(meta.lost) if meta else ():
+            self._core.source_lost(request_id, tp_rank)
         for request_id in output.finished_recving or ():
             failed = request_id in self._failed
             self._failed.discard(request_id)

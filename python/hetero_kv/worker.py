@@ -40,6 +40,7 @@ class WorkerConnector:
         self._wait_ms = settings["lock_step_wait_ms" if engine.lock_step else "empty_step_wait_ms"]
         self._invalid_blocks: set[int] = set()
         self._failed: dict[str, tuple[str, str, bool]] = {}
+        self._lost: set[tuple[str, int]] = set()
         self._stats = HeteroKVStats()
         self._unquiesced = 0
         self._trace = Trace()
@@ -123,6 +124,8 @@ class WorkerConnector:
                 report["field"],
                 report["ordered"],
             )
+            if report["lost_tp_rank"] is not None:
+                self._lost.add((report["request_id"], report["lost_tp_rank"]))
             logger.warning(
                 "hetero_kv: request %s: load failed on tp rank %d: %s: %s",
                 report["request_id"],
@@ -159,7 +162,8 @@ class WorkerConnector:
         if not self._failed:
             return None
         failed, self._failed = self._failed, {}
-        return HeteroKVWorkerMeta(failed)
+        lost, self._lost = self._lost, set()
+        return HeteroKVWorkerMeta(failed, lost)
 
     def get_kv_connector_stats(self) -> HeteroKVStats | None:
         """Changes since the last call."""

@@ -31,13 +31,12 @@ LARGE = (
     Case("gqa", "dp=1,tp=1:dp=1,tp=2"),
     Case("gqa", "dp=2,tp=1:dp=1,tp=2"),
     Case("gqa", "2xdp=1,tp=1:dp=2,tp=1"),
+    Case("gqa", "dp=2,tp=2:dp=1,tp=1"),
     Case("gqa", "dp=1,tp=2:dp=1,tp=1", "tcp"),
     Case("mla", "dp=2,tp=1:dp=1,tp=2"),
     Case("mla", "dp=1,tp=2:dp=1,tp=1", "tcp"),
     Case("mla-dense", "dp=1,tp=2:dp=2,tp=1"),
 )
-# Where 200 requests in a row are sent: the cheapest of all.
-IN_A_ROW = LARGE[0]
 
 REQUESTS_IN_A_ROW = 200
 GROWTH_BYTES_MAX = 2 << 20
@@ -95,9 +94,7 @@ def test_flipped_kv_moves_the_same_bytes_and_changes_the_tokens(cluster: Cluster
     assert not [line for line in lines if line.startswith("FAIL")], "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    "cluster", [pytest.param(IN_A_ROW, id=IN_A_ROW.id, marks=pytest.mark.matrix)], indirect=True
-)
+@pytest.mark.matrix
 def test_two_hundred_requests_in_a_row_leave_memory_flat(cluster: Cluster) -> None:
     reference = cluster.reference
     quarter: dict[int, int] = {}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from .processes import wait_until
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_pd.py"
 # Three engines are started, two of them side by side.
 TIMEOUT_S = 900
@@ -36,7 +38,7 @@ def run_example(env: dict[str, str], folder: Path) -> tuple[int, list[str]]:
         )
         try:
             status = process.wait(TIMEOUT_S)
-            assert session_of(process.pid) == [], "processes are left"
+            wait_until(lambda: not session_of(process.pid), 10.0, "its processes are gone", 0.1)
         finally:
             for pid in [process.pid, *session_of(process.pid)]:
                 with contextlib.suppress(ProcessLookupError):

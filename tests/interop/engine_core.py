@@ -253,6 +253,9 @@ class EngineCore:
                 continue
             del self._receiving[request_id]
             failed = any(report["reason"] for report in reports)
+            for report in reports:
+                if report["lost_tp_rank"] is not None:
+                    self._core_().source_lost(request_id, report["lost_tp_rank"])
             self._core_().received(request_id, failed)
             request = self._requests.get(request_id)
             if request is None:

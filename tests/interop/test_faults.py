@@ -82,6 +82,31 @@ def test_killed_prefill_rank_before_it_is_read(make_engine: MakeEngine) -> None:
     d.check_bytes()
 
 
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+def test_a_source_that_was_lost_is_avoided_where_another_has_its_heads(
+    make_engine: MakeEngine, transport: str
+) -> None:
+    """Two holders of one head, of which one dies: loads that chose it fail until the first of them
+    has said so; those after it read the other."""
+    settings = {"transport": transport}
+    p = make_engine("p", Model(kv_heads=1), 2, producer=True, settings=settings)
+    d = make_engine("d", Model(kv_heads=1), 1, producer=False, settings=settings)
+    prefills = [p.prefill(tokens(9, salt)) for salt in range(16)]
+    # Without its rank the engine can take no step.
+    p.ask("pause", True)
+    p.ranks[1].kill()
+    p.ranks[1].join(PATIENCE_S)
+    loads = [d.loaded(d.decode(prefill)) for prefill in prefills]
+    lost = [index for index, load in enumerate(loads) if not load.ok]
+    assert len(lost) == 1, [load.text for load in loads]
+    assert loads[lost[0]].reasons <= {"peer_lost", "unreachable"}
+    assert d.figures()["counters"]["quarantines"] == 1
+    assert d.gauge("sources_avoided") == 1
+    # It is tried again when its time is over.
+    d.wait_gauge("sources_avoided", 0)
+    d.check_bytes()
+
+
 def test_lease_that_ran_out_before_the_claim(make_engine: MakeEngine) -> None:
     p = make_engine("p", GQA, producer=True, settings={"lease_s": 0.5})
     d = make_engine("d", GQA, producer=False)

@@ -37,7 +37,7 @@ pub(crate) fn run(args: &Args) -> Result<Verdict> {
 
 /// The named interpreter, else the one of the environment this executable was installed into, else
 /// the first on PATH.
-fn python() -> PathBuf {
+pub(crate) fn python() -> PathBuf {
     if let Some(named) = std::env::var_os(PYTHON_VARIABLE) {
         return named.into();
     }

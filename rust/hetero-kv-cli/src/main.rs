@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod demo;
+mod doctor;
+mod lab;
 mod output;
 mod plan;
 mod verify;
@@ -27,8 +29,18 @@ struct Cli {
 enum Command {
     /// Who reads what from whom, for a pair of shapes and a KV layout
     Plan(plan::Args),
+    /// A topology on this host without a model: real processes, faults, every byte compared
+    Lab(Box<lab::Args>),
+    /// A part of `lab`
+    #[command(hide = true)]
+    LabEngine,
+    /// A part of `lab`
+    #[command(hide = true)]
+    LabRank,
     /// Did KV move? Sends prompts through a proxy and reads the engines' counters
     Verify(verify::Args),
+    /// Before a model is loaded: what would go wrong on this host or between two, and its mending
+    Doctor(Box<doctor::Args>),
     /// The main job on real vLLM engines of this host, proven (see `hetero-kv demo --help`)
     Demo(demo::Args),
 }
@@ -36,7 +48,11 @@ enum Command {
 fn main() -> ExitCode {
     let (name, outcome) = match Cli::parse().command {
         Command::Plan(args) => ("plan", plan::run(&args)),
+        Command::Lab(args) => ("lab", lab::run(&args)),
+        Command::LabEngine => ("lab-engine", part(lab::engine_main)),
+        Command::LabRank => ("lab-rank", part(lab::rank_main)),
         Command::Verify(args) => ("verify", verify::run(&args)),
+        Command::Doctor(args) => ("doctor", doctor::run(&args)),
         Command::Demo(args) => ("demo", demo::run(&args)),
     };
     match outcome {
@@ -47,4 +63,8 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+fn part(run: fn() -> anyhow::Result<()>) -> anyhow::Result<output::Verdict> {
+    run().map(|()| output::Verdict::Right)
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Context;
 use clap::ValueEnum;
 use hetero_kv_core::ids::TransferId;
-use hetero_kv_core::plan::{InstanceShape, KvShape};
+use hetero_kv_core::plan::{InstanceShape, KvShape, SourcePolicy};
 
 use crate::output::{self, Verdict};
 
@@ -40,6 +40,15 @@ pub(crate) struct Args {
     /// engine gets an example transfer of its own
     #[arg(long, value_name = "HEX", value_parser = transfer_id)]
     transfer_id: Option<TransferId>,
+    /// Tokens of the transfer, for the regions in the table; a block's by default
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    tokens: Option<u32>,
+    /// How to choose among equal holders: hash, or round_robin as in RFC #46107
+    #[arg(long, default_value_t = SourcePolicy::Hash)]
+    policy: SourcePolicy,
+    /// With round_robin: how many transfers each decode engine has had from the owner before
+    #[arg(long, default_value_t = 0)]
+    sequence: u64,
     /// Print JSON only
     #[arg(long)]
     json: bool,
@@ -47,7 +56,7 @@ pub(crate) struct Args {
 
 /// Element types by vLLM's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Dtype {
+pub(crate) enum Dtype {
     /// 2 bytes
     #[value(alias = "bfloat16")]
     Bf16,
@@ -63,7 +72,7 @@ enum Dtype {
 }
 
 impl Dtype {
-    fn bytes(self) -> u64 {
+    pub(crate) fn bytes(self) -> u64 {
         match self {
             Self::Bf16 | Self::Fp16 => 2,
             Self::Fp32 => 4,

@@ -14,10 +14,10 @@ use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use hetero_kv_core::ids::{BlockId, TpRank, TransferId};
+use hetero_kv_core::ids::{BlockId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, LayerCache, Part, RankCache};
 use hetero_kv_core::memory::MemoryRegion;
-use hetero_kv_core::plan::{BlockPair, Pairing, SourceChooser, expand};
+use hetero_kv_core::plan::{GroupBlocks, Pairing, SourceChooser, Striping, TokenRange, Transfer};
 
 const LAYERS: u32 = 61;
 const BLOCKS: u32 = 512;
@@ -46,6 +46,8 @@ struct Case {
     order: Order,
     producer_tp: u32,
     consumer_tp: u32,
+    /// Tokens of a block of the producer; the consumer's have [`BLOCK_TOKENS`].
+    source_tokens: u32,
     /// Whether the bar is for this case.
     barred: bool,
 }
@@ -67,6 +69,7 @@ fn main() -> ExitCode {
             order: Order::Hnd,
             producer_tp: 8,
             consumer_tp: 8,
+            source_tokens: BLOCK_TOKENS,
             barred: true,
         },
         Case {
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
             order: Order::Hnd,
             producer_tp: 8,
             consumer_tp: 8,
+            source_tokens: BLOCK_TOKENS,
             barred: true,
         },
         Case {
@@ -85,6 +89,7 @@ fn main() -> ExitCode {
             order: Order::Nhd,
             producer_tp: 8,
             consumer_tp: 8,
+            source_tokens: BLOCK_TOKENS,
             barred: true,
         },
         Case {
@@ -94,6 +99,7 @@ fn main() -> ExitCode {
             order: Order::Hnd,
             producer_tp: 8,
             consumer_tp: 1,
+            source_tokens: BLOCK_TOKENS,
             barred: false,
         },
         Case {
@@ -103,6 +109,17 @@ fn main() -> ExitCode {
             order: Order::Nhd,
             producer_tp: 8,
             consumer_tp: 4,
+            source_tokens: BLOCK_TOKENS,
+            barred: false,
+        },
+        Case {
+            name: "GQA 8x128 HND, blocks of 64",
+            heads: grouped,
+            elements: 256,
+            order: Order::Hnd,
+            producer_tp: 8,
+            consumer_tp: 8,
+            source_tokens: 4 * BLOCK_TOKENS,
             barred: false,
         },
     ];
@@ -159,20 +176,46 @@ struct Figures {
 fn time(case: &Case, ids: Ids, blocks: u32) -> Figures {
     let pairing = Pairing::new(case.producer_tp, case.consumer_tp, case.heads)
         .expect("invariant: the cases are divisible");
-    let local = cache(case, pairing.consumer_heads(TpRank(0)).map(|h| h.count()));
-    let source = cache(case, pairing.producer_heads(TpRank(0)).map(|h| h.count()));
-    let remote: Vec<(TpRank, &RankCache)> = (0..case.producer_tp)
-        .map(|rank| (TpRank(rank), &source))
+    let local = cache(
+        case,
+        pairing.consumer_heads(TpRank(0)).map(|h| h.count()),
+        BLOCK_TOKENS,
+    );
+    let source = cache(
+        case,
+        pairing.producer_heads(TpRank(0)).map(|h| h.count()),
+        case.source_tokens,
+    );
+    let remote: Vec<(PpRank, TpRank, &RankCache)> = (0..case.producer_tp)
+        .map(|rank| (PpRank(0), TpRank(rank), &source))
         .collect();
-    let pairs = block_pairs(ids, blocks);
-    let once = |seed: u128| {
-        let chooser = SourceChooser::new(TransferId(seed.to_be_bytes()));
-        let plan = pairing
-            .rank_plan(TpRank(0), &chooser)
-            .expect("invariant: rank 0 exists");
-        expand(&plan, &local, &remote, &pairs).expect("invariant: the caches fit")
+    let (source_ids, dest_ids) = ids_of(ids, blocks);
+    let group = |block_tokens, blocks| GroupBlocks {
+        block_tokens,
+        first_index: 0,
+        blocks,
     };
-    let runs = once(0).iter().map(|(_, runs)| runs.len()).sum();
+    let source_count = (blocks * BLOCK_TOKENS).div_ceil(case.source_tokens) as usize;
+    let once = |seed: u128| {
+        Transfer {
+            pairing: &pairing,
+            tp_rank: TpRank(0),
+            consumer_stages: 1,
+            chooser: &SourceChooser::new(TransferId(seed.to_be_bytes())),
+            striping: Striping::OFF,
+            local: &local,
+            remote: &remote,
+            tokens: TokenRange {
+                first: 0,
+                past_last: blocks * BLOCK_TOKENS,
+            },
+            source_groups: &[group(case.source_tokens, &source_ids[..source_count])],
+            dest_groups: &[group(BLOCK_TOKENS, &dest_ids)],
+        }
+        .plan()
+        .expect("invariant: the caches fit")
+    };
+    let runs = once(0).reads.iter().map(|read| read.runs.len()).sum();
     let mut seed = 0;
     let mut rounds: Vec<Duration> = (0..ROUNDS)
         .map(|_| {
@@ -197,11 +240,15 @@ fn time(case: &Case, ids: Ids, blocks: u32) -> Figures {
 }
 
 /// One storage for all layers, as vLLM allocates it.
-fn cache<E: std::fmt::Debug>(case: &Case, heads_held: Result<u32, E>) -> RankCache {
+fn cache<E: std::fmt::Debug>(
+    case: &Case,
+    heads_held: Result<u32, E>,
+    block_tokens: u32,
+) -> RankCache {
     let heads = heads_held.expect("invariant: rank 0 exists");
     let num_blocks = 8 * BLOCKS;
     let row = case.elements * ELEMENT_BYTES;
-    let page = row * u64::from(BLOCK_TOKENS);
+    let page = row * u64::from(block_tokens);
     let block = page * u64::from(heads);
     let layer_bytes = block * u64::from(num_blocks);
     let layers = (0..LAYERS)
@@ -215,20 +262,23 @@ fn cache<E: std::fmt::Debug>(case: &Case, heads_held: Result<u32, E>) -> RankCac
                     rows: 1,
                     row_stride_bytes: page,
                     row_bytes: page,
+                    block_tokens,
                 },
                 Order::Nhd => Part {
                     offset_bytes,
                     block_stride_bytes: block,
                     head_stride_bytes: row,
-                    rows: BLOCK_TOKENS,
+                    rows: block_tokens,
                     row_stride_bytes: row * u64::from(heads),
                     row_bytes: row,
+                    block_tokens,
                 },
             };
             LayerCache {
                 name: format!("model.layers.{index}.self_attn.attn"),
                 region: 0,
                 parts: vec![part],
+                group: 0,
             }
         })
         .collect();
@@ -240,18 +290,13 @@ fn cache<E: std::fmt::Debug>(case: &Case, heads_held: Result<u32, E>) -> RankCac
         .expect("invariant: the layers fill the region")
 }
 
-fn block_pairs(ids: Ids, blocks: u32) -> Vec<BlockPair> {
+/// Of the source and of the consumer, in the order of the sequence.
+fn ids_of(ids: Ids, blocks: u32) -> (Vec<BlockId>, Vec<BlockId>) {
     (0..blocks)
         .map(|index| match ids {
-            Ids::Neighbours => BlockPair {
-                source: BlockId(100 + index),
-                dest: BlockId(7 + index),
-            },
+            Ids::Neighbours => (BlockId(100 + index), BlockId(7 + index)),
             // Every second block, and against each other's order.
-            Ids::Scattered => BlockPair {
-                source: BlockId(2 * (blocks - index)),
-                dest: BlockId(2 * index),
-            },
+            Ids::Scattered => (BlockId(2 * (blocks - index)), BlockId(2 * index)),
         })
-        .collect()
+        .unzip()
 }

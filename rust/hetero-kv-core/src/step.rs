@@ -89,6 +89,9 @@ pub struct LoadOrder {
     pub lease: LeaseRef,
     /// Time left to the reader, in milliseconds from when the worker gets this.
     pub deadline_ms: u64,
+    /// Weights of the source ranks by tp rank; empty when all weigh the same. Decided once per
+    /// transfer, so that every rank, stage and host chooses alike.
+    pub weights: Vec<u16>,
     /// Source blocks, index by index those of `dest_blocks`.
     pub source_blocks: Vec<BlockId>,
     /// Blocks of this engine.

@@ -136,7 +136,7 @@ settings! {
     /// Age at which an idle engine connection is closed; below the engine's own (vLLM: 5000) [default: 4000]
     #[arg(value_name = "MS")]
     pool_idle_timeout_ms: u64, "HETERO_KV_PROXY_POOL_IDLE_TIMEOUT_MS";
-    /// How long a decode leg lives on after its client left, so that the engine takes the request and frees prefill's blocks [default: 250]
+    /// How long a decode leg lives on after its client left, so that the engine takes the request and frees prefill's blocks [default: 1000]
     #[arg(value_name = "MS")]
     handover_grace_ms: u64, "HETERO_KV_PROXY_HANDOVER_GRACE_MS";
     /// Interval of GET /health to each engine [default: 2000]

@@ -181,7 +181,7 @@ impl Config {
             4_000,
             0,
         );
-        let handover_grace = ms("--handover-grace-ms", &mut r.handover_grace_ms, 250, 0);
+        let handover_grace = ms("--handover-grace-ms", &mut r.handover_grace_ms, 1000, 0);
         let health_interval = ms("--health-interval-ms", &mut r.health_interval_ms, 2_000, 10);
         let health_timeout = ms("--health-timeout-ms", &mut r.health_timeout_ms, 5_000, 10);
         let mut seconds = |flag: &str, slot: &mut Option<u64>, default, low| {

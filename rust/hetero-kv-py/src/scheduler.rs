@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hetero_kv_core::consumer::PeerAddress;
-use hetero_kv_core::ids::{BlockId, EngineId, Incarnation};
+use hetero_kv_core::ids::{BlockId, EngineId, Incarnation, TpRank};
 use hetero_kv_core::wire::card::WorkerCard;
 use hetero_kv_core::wire::params::TransferParams;
 use hetero_kv_transport::control::ControlLimits;
@@ -140,6 +140,11 @@ impl Scheduler {
         self.side.rejected(TransferParams::parse(params_json));
     }
 
+    /// A worker could not read from this source rank.
+    fn source_lost(&self, request_id: &str, tp_rank: u32) {
+        self.side.source_lost(request_id, TpRank(tp_rank));
+    }
+
     /// `finished_recving` of all workers.
     fn received(&self, request_id: &str, failed: bool) {
         self.side.received(request_id, failed);
@@ -221,9 +226,11 @@ fn figures_json(figures: &SchedulerFigures) -> serde_json::Value {
             ("digest_mismatches", counts.digest_mismatches),
             ("loads_ordered", counts.loads),
             ("reconnects", counts.reconnects),
+            ("quarantines", counts.quarantines),
         ] {
             counters.insert(name.into(), json!(value));
         }
+        gauges.insert("sources_avoided".into(), json!(figures.sources_avoided));
         gauges.insert("requests_open".into(), json!(figures.consumer_open.0));
         gauges.insert("transfers_open".into(), json!(figures.consumer_open.1));
         for ((reason, field), count) in &counts.failures {

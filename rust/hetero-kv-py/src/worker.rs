@@ -127,6 +127,7 @@ fn report_json(report: &LoadReport) -> String {
             "bytes": read.bytes,
             "transport": read.transport,
         })).collect::<Vec<_>>(),
+        "lost_tp_rank": report.lost_source,
         "ms": report.elapsed.as_secs_f64() * 1e3,
     })
     .to_string()

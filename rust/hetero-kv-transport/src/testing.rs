@@ -76,11 +76,13 @@ pub(crate) fn cache(base: u64) -> RankCache {
         rows: 1,
         row_stride_bytes: PAGE_BYTES,
         row_bytes: PAGE_BYTES,
+        block_tokens: 0,
     };
     let layer = LayerCache {
         name: "model.layers.0.self_attn.attn".into(),
         region: 0,
         parts: vec![part],
+        group: 0,
     };
     let region = MemoryRegion {
         base,

@@ -1,9 +1,10 @@
 //! The rows of a plan: one per decode rank, for one transfer from one owner engine.
 
 use anyhow::{Context, bail, ensure};
-use hetero_kv_core::ids::{TpRank, TransferId};
+use hetero_kv_core::ids::{DpRank, TpRank, TransferId};
 use hetero_kv_core::plan::{
-    EngineShape, InstanceShape, LayerRange, Pairing, SourceChooser, stage_layers,
+    EngineShape, InstanceShape, KvShape, LayerRange, Pairing, Region, RoundRobinGate,
+    SourceChooser, SourcePolicy, TokenRange, stage_layers,
 };
 use serde::Serialize;
 
@@ -47,6 +48,9 @@ pub(super) struct Source {
     pub(super) layers: Option<[u32; 2]>,
     pub(super) heads: [u32; 2],
     pub(super) bytes_per_block_layer: u64,
+    /// For the table.
+    #[serde(skip)]
+    pub(super) region: Region,
 }
 
 /// Plans every decode rank.
@@ -84,13 +88,19 @@ pub(super) fn plan(args: &Args) -> anyhow::Result<Plan> {
     let head_bytes =
         u64::from(args.block_size) * args.kv.elements_per_head_token() * args.dtype.bytes();
 
+    let tokens = TokenRange {
+        first: 0,
+        past_last: args.tokens.unwrap_or(args.block_size),
+    };
+
     let mut ranks = Vec::new();
     let mut engines = 0_u128;
     for (instance, shape) in (0..).zip(&decode) {
         let pairing = pairing(args, owner_shape, shape)?;
         let stages = stage_layers(args.layers, shape.pp).context("--decode")?;
         for dp in 0..shape.dp {
-            let chooser = SourceChooser::new(args.transfer_id.unwrap_or(example(engines)));
+            let transfer_id = args.transfer_id.unwrap_or(example(engines));
+            let chooser = chooser(args, transfer_id, owner_shape, shape, DpRank(dp));
             engines += 1;
             for (pp, layers) in (0..).zip(&stages) {
                 for tp in 0..shape.tp {
@@ -102,15 +112,21 @@ pub(super) fn plan(args: &Args) -> anyhow::Result<Plan> {
                         .map(|(source_pp, held)| (source_pp, held.intersection(*layers)))
                         .filter(|(_, layers)| layers.count() > 0)
                         .flat_map(|(source_pp, layers)| {
-                            plan.sources.iter().map(move |source| Source {
-                                instance: several.then_some(owner.instance),
-                                dp: owner.dp,
-                                tp: source.tp_rank.0,
-                                pp: staged.then_some(source_pp),
-                                layers: staged.then_some(bounds(layers)),
-                                heads: [source.heads.first, source.heads.past_last],
-                                bytes_per_block_layer: u64::from(source.heads.count()) * head_bytes,
-                            })
+                            let regions = plan.regions(tokens, layers);
+                            plan.sources
+                                .iter()
+                                .zip(regions)
+                                .map(move |(source, region)| Source {
+                                    instance: several.then_some(owner.instance),
+                                    dp: owner.dp,
+                                    tp: source.tp_rank.0,
+                                    pp: staged.then_some(source_pp),
+                                    layers: staged.then_some(bounds(layers)),
+                                    heads: [source.heads.first, source.heads.past_last],
+                                    bytes_per_block_layer: u64::from(source.heads.count())
+                                        * head_bytes,
+                                    region,
+                                })
                         })
                         .collect();
                     ranks.push(Rank {
@@ -138,6 +154,30 @@ fn bounds(layers: LayerRange) -> [u32; 2] {
 /// ids that count up stand for them.
 fn example(engine: u128) -> TransferId {
     TransferId(engine.to_be_bytes())
+}
+
+fn chooser(
+    args: &Args,
+    transfer_id: TransferId,
+    prefill: &EngineShape,
+    decode: &EngineShape,
+    consumer_dp: DpRank,
+) -> SourceChooser {
+    match args.policy {
+        SourcePolicy::Hash => SourceChooser::new(transfer_id),
+        SourcePolicy::RoundRobin => {
+            let gate = RoundRobinGate {
+                decode_world_size: decode.tp * decode.pp,
+                mla: match args.kv {
+                    KvShape::Latent { .. } => true,
+                    KvShape::Grouped { .. } => false,
+                },
+                prefill_dp: prefill.dp,
+                prefill_tp: prefill.tp,
+            };
+            SourceChooser::round_robin(transfer_id, Vec::new(), gate, consumer_dp, args.sequence)
+        }
+    }
 }
 
 fn pairing(args: &Args, prefill: &EngineShape, decode: &EngineShape) -> anyhow::Result<Pairing> {

@@ -1,7 +1,7 @@
 //! A plan for people.
 
 use super::Args;
-use super::rows::{Plan, Rank, Source};
+use super::rows::{Plan, Rank};
 use crate::output::columns;
 
 /// The table, under two lines that say what was planned.
@@ -32,6 +32,7 @@ pub(super) fn text(args: &Args, plan: &Plan) -> String {
             &[
                 "DECODE RANK",
                 "READS",
+                "REGION",
                 "BYTES/BLOCK/LAYER",
                 "HOLDERS",
                 "RELEASES"
@@ -48,7 +49,8 @@ fn lines(rank: &Rank) -> Vec<Vec<String>> {
         .iter()
         .map(|source| {
             let bytes = source.bytes_per_block_layer.to_string();
-            vec![String::new(), read(source), bytes]
+            let from = place(source.instance, source.dp, source.pp, source.tp);
+            vec![String::new(), from, source.region.to_string(), bytes]
         })
         .collect();
     if let Some(first) = lines.first_mut() {
@@ -56,12 +58,6 @@ fn lines(rank: &Rank) -> Vec<Vec<String>> {
         first.extend([tp_ranks(&rank.holders), tp_ranks(&rank.release)]);
     }
     lines
-}
-
-fn read(source: &Source) -> String {
-    place(source.instance, source.dp, source.pp, source.tp)
-        + &span("layers", source.layers)
-        + &span("heads", Some(source.heads))
 }
 
 fn place(instance: Option<u32>, dp: u32, pp: Option<u32>, tp: u32) -> String {

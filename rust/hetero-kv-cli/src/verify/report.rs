@@ -162,7 +162,12 @@ impl<'a> Report<'a> {
                     bytes.to_string(),
                     number(change.external_tokens),
                     number(change.computed_tokens),
-                    number(change.leases_alive),
+                    // Of all clients of a cluster that serves.
+                    format!(
+                        "{} -> {}",
+                        number(change.leases_before),
+                        number(change.leases_alive)
+                    ),
                 ]
             })
             .collect();
@@ -173,7 +178,7 @@ impl<'a> Report<'a> {
                 "BYTES READ",
                 "EXTERNAL TOKENS",
                 "COMPUTED TOKENS",
-                "LEASES ALIVE",
+                "LEASES BEFORE, AFTER",
             ],
             &rows,
         );

@@ -1,6 +1,8 @@
 //! Runs the executable as a user does.
 
 mod cluster;
+mod doctor;
+mod lab;
 mod plan;
 mod run;
 mod verify;

@@ -151,13 +151,65 @@ fn people_get_a_table() {
 prefill dp=1,tp=4 -> decode dp=1,tp=2, gqa:4:64, 4 layers, blocks of 16 tokens, bf16
 owner: prefill instance 0, dp 0; an example transfer per decode engine (--transfer-id HEX plans a given one)
 
-DECODE RANK  READS           BYTES/BLOCK/LAYER  HOLDERS    RELEASES
-dp0 tp0      dp0 tp0 head 0  4096               dp0 tp0-1  dp0 tp0-1
-             dp0 tp1 head 1  4096
-dp0 tp1      dp0 tp2 head 2  4096               dp0 tp2-3  dp0 tp2-3
-             dp0 tp3 head 3  4096
+DECODE RANK  READS    REGION                             BYTES/BLOCK/LAYER  HOLDERS    RELEASES
+dp0 tp0      dp0 tp0  tokens 0..16, head 0, layers 0..4  4096               dp0 tp0-1  dp0 tp0-1
+             dp0 tp1  tokens 0..16, head 1, layers 0..4  4096
+dp0 tp1      dp0 tp2  tokens 0..16, head 2, layers 0..4  4096               dp0 tp2-3  dp0 tp2-3
+             dp0 tp3  tokens 0..16, head 3, layers 0..4  4096
 "
     );
+}
+
+#[test]
+fn the_table_says_which_tokens_heads_and_layers_each_read_covers() {
+    let run = hetero_kv(
+        "plan --prefill dp=1,tp=1,pp=2 --decode dp=1,tp=2 --kv gqa:4:64 --layers 7 --tokens 100",
+    );
+    assert_eq!(run.code, 0);
+    let table: Vec<&str> = run.stdout.lines().skip(3).collect();
+    assert_eq!(
+        table,
+        [
+            "DECODE RANK             READS        REGION                                  BYTES/BLOCK/LAYER  HOLDERS  RELEASES",
+            "dp0 pp0 tp0 layers 0-6  dp0 pp0 tp0  tokens 0..100, heads 0..2, layers 0..4  8192               dp0 tp0  dp0 tp0",
+            "                        dp0 pp1 tp0  tokens 0..100, heads 0..2, layers 4..7  8192",
+            "dp0 pp0 tp1 layers 0-6  dp0 pp0 tp0  tokens 0..100, heads 2..4, layers 0..4  8192               dp0 tp0  dp0 tp0",
+            "                        dp0 pp1 tp0  tokens 0..100, heads 2..4, layers 4..7  8192",
+        ]
+    );
+}
+
+/// The source rank of each decode rank's first read.
+fn first_sources(flags: &str) -> Vec<u64> {
+    let run = hetero_kv(&format!("plan {flags} --json"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let plan: Value = serde_json::from_str(&run.stdout).expect("JSON only");
+    let ranks = plan["ranks"].as_array().expect("rows").iter();
+    ranks
+        .map(|rank| number(&rank["sources"][0]["tp"]))
+        .collect()
+}
+
+#[test]
+fn round_robin_is_the_rfcs() {
+    let open = "--prefill 2xdp=1,tp=8 --decode dp=8,tp=1 --kv mla:576 --policy round_robin";
+    assert_eq!(first_sources(open), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(
+        first_sources(&format!("{open} --sequence 3")),
+        [3, 4, 5, 6, 7, 0, 1, 2]
+    );
+    // Outside the gate each reads the rank at its own place.
+    for shapes in [
+        "--prefill dp=2,tp=8 --decode dp=8,tp=1 --kv mla:576",
+        "--prefill dp=1,tp=8 --decode dp=8,tp=1 --kv gqa:1:64",
+    ] {
+        let fixed = first_sources(&format!("{shapes} --policy round_robin --sequence 3"));
+        assert_eq!(fixed, [0; 8], "{shapes}");
+    }
+    let ranks = first_sources(
+        "--prefill dp=1,tp=8 --decode dp=1,tp=4 --kv mla:576 --policy round_robin --sequence 3",
+    );
+    assert_eq!(ranks, [0, 2, 4, 6]);
 }
 
 #[test]
@@ -210,6 +262,22 @@ fn what_cannot_be_planned_exits_2_and_says_why() {
         (
             "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:64 --layers 0",
             "0 is not in 1..=4096",
+        ),
+        (
+            "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:64 --policy least",
+            "source_policy is neither hash nor round_robin",
+        ),
+        (
+            "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:64 --tokens 0",
+            "0 is not in 1..",
+        ),
+        (
+            "--prefill dp=0,tp=1 --decode dp=1,tp=1 --kv mla:64",
+            "dp \"0\" is not a number from 1 to 1024",
+        ),
+        (
+            "--prefill dp=1,tp=1 --decode dp=1,tp=1000000000 --kv mla:64",
+            "tp \"1000000000\" is not a number from 1 to 1024",
         ),
         ("--decode dp=1,tp=1 --kv mla:64", "--prefill"),
     ] {

@@ -3,7 +3,7 @@
 use super::transfer::{Phase, Request};
 use super::{Consumer, MISMATCH_LINGER};
 use crate::failure::{Failure, FailureReason};
-use crate::ids::{BlockId, PromptDigest, TransferId};
+use crate::ids::{BlockId, PromptDigest, TpRank, TransferId};
 use crate::step::StepOrders;
 use crate::time::Time;
 use crate::wire::params::{ParamsError, TransferParams};
@@ -215,6 +215,28 @@ impl Consumer {
         if self.join(now, *params).is_ok() {
             self.start(now, transfer_id);
             self.settle_when_unused(now, transfer_id);
+        }
+    }
+
+    /// A worker could not read from source rank `tp_rank` for this request, because the rank is
+    /// gone or out of reach. Comes before the request's [`Consumer::handle_received`].
+    pub fn handle_source_lost(&mut self, now: Time, request_id: &str, tp_rank: TpRank) {
+        let Some(peer) = self
+            .requests
+            .get(request_id)
+            .and_then(|request| self.transfers.get(&request.transfer?))
+            .filter(|transfer| tp_rank.0 < transfer.params.tp_size)
+            .and_then(|transfer| self.peers.get_mut(&transfer.peer))
+        else {
+            return;
+        };
+        if peer.health.failed(now, tp_rank) {
+            self.counts.quarantines += 1;
+            let text = format!(
+                "source tp_rank {tp_rank} of prefill engine {} is avoided for a while",
+                peer.address.engine
+            );
+            self.note(true, text);
         }
     }
 

@@ -5,7 +5,7 @@ use super::peer::PeerState;
 use super::transfer::{Claiming, Phase, Request};
 use super::{Consumer, FAILURE_FIELDS_MAX, millis_left};
 use crate::failure::{Failure, FailureReason};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, TransferId};
 use crate::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId};
 use crate::time::Time;
 
@@ -73,12 +73,14 @@ impl Consumer {
                     return;
                 };
                 let until = now + self.options.load_timeout;
+                let peer = transfer.peer;
                 let order = LoadOrder {
                     request_id: request_id.to_owned(),
-                    peer: transfer.peer,
+                    peer,
                     transfer_id: id,
                     lease: *fence,
                     deadline_ms: millis_left(now, (*deadline).min(until)),
+                    weights: Vec::new(),
                     source_blocks: source.to_vec(),
                     dest_blocks: std::mem::take(dest_blocks),
                 };
@@ -87,8 +89,9 @@ impl Consumer {
                     cancelled: false,
                 };
                 self.counts.loads += 1;
-                self.announce(order.peer);
-                self.orders.loads.push(order);
+                self.announce(peer);
+                let weights = self.weights(now, id);
+                self.orders.loads.push(LoadOrder { weights, ..order });
             }
         }
     }
@@ -124,6 +127,22 @@ impl Consumer {
             .retain(|extension| extension.deadline_ms > 0);
     }
 
+    /// Of the transfer's source ranks. Every rank of this engine uses the same ones, for every
+    /// sibling, so that a log line replays the choice.
+    fn weights(&mut self, now: Time, id: TransferId) -> Vec<u16> {
+        let Some(transfer) = self.transfers.get_mut(&id) else {
+            return Vec::new();
+        };
+        let peers = &self.peers;
+        transfer
+            .weights
+            .get_or_insert_with(|| match peers.get(&transfer.peer) {
+                Some(peer) => peer.health.weights(now, transfer.params.tp_size),
+                None => Vec::new(),
+            })
+            .clone()
+    }
+
     pub(super) fn announce(&mut self, peer_id: PeerId) {
         if let Some(peer) = self.peers.get_mut(&peer_id)
             && !peer.announced
@@ -150,19 +169,40 @@ impl Consumer {
         });
     }
 
+    /// Stops a load. One that no worker has heard of yet becomes a failure instead: as a load whose
+    /// time is over and a cancel in one step it would be reported as run out, not as what it is.
     pub(super) fn order_cancel(&mut self, request_id: &str, failure: Failure) {
-        if let Some(Request {
-            phase: Phase::Loading { cancelled, .. },
+        let Some(Request {
+            phase: phase @ Phase::Loading {
+                cancelled: false, ..
+            },
             ..
         }) = self.requests.get_mut(request_id)
-            && !*cancelled
-        {
-            *cancelled = true;
-            self.orders.cancels.push(CancelOrder {
-                request_id: request_id.to_owned(),
-                failure,
-            });
+        else {
+            return;
+        };
+        let unheard = self
+            .orders
+            .loads
+            .iter()
+            .position(|load| load.request_id == request_id);
+        if let Some(at) = unheard {
+            *phase = Phase::Reporting;
+            let load = self.orders.loads.remove(at);
+            self.counts.loads -= 1;
+            if failure.reason != FailureReason::Cancelled {
+                self.count_failure(request_id, &failure);
+            }
+            self.order_fail(request_id, load.dest_blocks, failure);
+            return;
         }
+        if let Phase::Loading { cancelled, .. } = phase {
+            *cancelled = true;
+        }
+        self.orders.cancels.push(CancelOrder {
+            request_id: request_id.to_owned(),
+            failure,
+        });
     }
 
     pub(super) fn broken(&mut self, request_id: &str, failure: Failure) -> Phase {

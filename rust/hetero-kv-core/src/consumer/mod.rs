@@ -10,6 +10,7 @@
 //! the only way vLLM offers.
 
 mod claims;
+mod health;
 mod hooks;
 mod loads;
 mod pairing;
@@ -96,6 +97,8 @@ pub struct ConsumerCounts {
     pub failures: BTreeMap<(FailureReason, String), u64>,
     /// Connections made after the first to the same peer.
     pub reconnects: u64,
+    /// Times a source rank was put into quarantine.
+    pub quarantines: u64,
 }
 
 /// Something worth a log line.
@@ -241,6 +244,14 @@ impl Consumer {
     /// Counters.
     pub fn counts(&self) -> &ConsumerCounts {
         &self.counts
+    }
+
+    /// Source ranks of all peers that are avoided at this moment.
+    pub fn sources_avoided(&self, now: Time) -> usize {
+        self.peers
+            .values()
+            .map(|peer| peer.health.avoided(now))
+            .sum()
     }
 
     /// Requests and transfers still known, for leak tests: (requests, transfers).

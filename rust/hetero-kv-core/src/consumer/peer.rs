@@ -8,6 +8,7 @@
 //! ```
 
 use super::ConsumerOptions;
+use super::health::Health;
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{EngineId, Incarnation};
 use crate::layout::CompatFields;
@@ -57,6 +58,8 @@ pub(super) struct Peer {
     pub(super) announced: bool,
     /// Last use by a request, for eviction.
     pub(super) used_at: Time,
+    /// Of its ranks as sources.
+    pub(super) health: Health,
 }
 
 impl Peer {
@@ -71,6 +74,7 @@ impl Peer {
             failures: 0,
             announced: false,
             used_at: now,
+            health: Health::default(),
         }
     }
 

@@ -47,6 +47,8 @@ pub(super) struct Transfer {
     pub(super) siblings: BTreeSet<String>,
     /// Whether a sibling has read everything it needed.
     pub(super) read: bool,
+    /// Weights of the sources, decided with the first load and equal for all siblings.
+    pub(super) weights: Option<Vec<u16>>,
     /// With no sibling left: when to settle with the holder.
     pub(super) linger_until: Option<Time>,
 }
@@ -60,6 +62,7 @@ impl Transfer {
             claiming: Claiming::Waiting,
             siblings: BTreeSet::new(),
             read: false,
+            weights: None,
             linger_until: None,
         }
     }

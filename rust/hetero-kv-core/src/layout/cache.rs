@@ -1,10 +1,10 @@
 //! Where every byte of a rank's cache lies.
 
 use std::collections::BTreeSet;
-use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use super::{CacheError, StridedAxis};
 use crate::memory::MemoryRegion;
 
 /// Most layers one rank announces.
@@ -20,6 +20,10 @@ pub const HEADS_MAX: u32 = 1 << 16;
 /// Longest region, in bytes: above any address space, and small enough that a stride more than the
 /// last one never overflows.
 pub const REGION_BYTES_MAX: u64 = 1 << 56;
+/// Most tokens of one block.
+pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
+/// Most KV cache groups of one rank.
+pub const GROUPS_MAX: u32 = 64;
 /// Longest layer name, in bytes.
 pub const LAYER_NAME_BYTES_MAX: usize = 512;
 
@@ -44,12 +48,39 @@ pub struct Part {
     pub row_stride_bytes: u64,
     /// Contiguous bytes of one row, at least 1.
     pub row_bytes: u64,
+    /// Tokens of a block, where the bytes of each can be told apart: `rows` is then this (a row per
+    /// token) or 1 (all tokens one after another in one row). 0: the page is opaque and moves only
+    /// whole, between blocks of one size.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub block_tokens: u32,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 impl Part {
     /// Bytes of one (block, head), gaps not counted.
     pub fn head_bytes(&self) -> u64 {
         u64::from(self.rows).saturating_mul(self.row_bytes)
+    }
+
+    /// Contiguous bytes of one (token, head); `None` in an opaque page.
+    pub fn token_bytes(&self) -> Option<u64> {
+        match self.block_tokens {
+            0 => None,
+            tokens if self.rows == tokens => Some(self.row_bytes),
+            tokens => Some(self.row_bytes / u64::from(tokens)),
+        }
+    }
+
+    /// From a token to the next inside a block; `None` in an opaque page.
+    pub fn token_stride_bytes(&self) -> Option<u64> {
+        match self.block_tokens {
+            0 => None,
+            tokens if self.rows == tokens => Some(self.row_stride_bytes),
+            tokens => Some(self.row_bytes / u64::from(tokens)),
+        }
     }
 }
 
@@ -61,11 +92,24 @@ pub struct LayerCache {
     pub name: String,
     /// Index of the region the layer lies in.
     pub region: u32,
-    /// The pieces it is stored in, in an order that both sides share (K before V).
+    /// The pieces it is stored in, in an order that both sides share (K before V). Where blocks can
+    /// be cut by token, the bytes of a token are those of its parts one after another, so that K
+    /// and V may be joined on one side and split on the other.
     pub parts: Vec<Part>,
+    /// Which of the engine's KV cache groups, and so which list of blocks, the layer belongs to.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub group: u32,
 }
 
 impl LayerCache {
+    /// Tokens of a block of this layer, where it can be cut by token.
+    pub fn block_tokens(&self) -> Option<u32> {
+        self.parts
+            .first()
+            .map(|part| part.block_tokens)
+            .filter(|tokens| *tokens != 0)
+    }
+
     /// Bytes of one (block, head) over all parts.
     pub fn head_bytes(&self) -> u64 {
         self.parts
@@ -102,112 +146,6 @@ impl TryFrom<RawRankCache> for RankCache {
     }
 }
 
-/// The axes of a part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StridedAxis {
-    /// Over blocks.
-    Block,
-    /// Over the rank's heads.
-    Head,
-    /// Over the rows of one (block, head).
-    Row,
-}
-
-impl fmt::Display for StridedAxis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Block => "block_stride_bytes",
-            Self::Head => "head_stride_bytes",
-            Self::Row => "row_stride_bytes",
-        })
-    }
-}
-
-/// Numbers that do not describe a cache.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CacheError {
-    /// A count is 0 or above its limit.
-    #[error("{field} is {value}, not in 1..={max}")]
-    Count {
-        /// The field.
-        field: &'static str,
-        /// What it is.
-        value: u64,
-        /// The largest accepted.
-        max: u64,
-    },
-    /// A region is empty, longer than [`REGION_BYTES_MAX`] or reaches past the last address.
-    #[error("region {region}: {bytes} bytes at {base:#x} are no memory")]
-    Region {
-        /// Its index.
-        region: usize,
-        /// Its address.
-        base: u64,
-        /// Its length.
-        bytes: u64,
-    },
-    /// A layer's name is empty, too long, or holds control characters.
-    #[error("layer {index} has no usable name")]
-    LayerName {
-        /// Its position.
-        index: usize,
-    },
-    /// Two layers have one name.
-    #[error("layer {layer:?} is announced twice")]
-    DuplicateLayer {
-        /// The name.
-        layer: String,
-    },
-    /// A layer lies in a region that is not there.
-    #[error("layer {layer:?} lies in region {region} of {regions}")]
-    NoSuchRegion {
-        /// The layer.
-        layer: String,
-        /// The region it names.
-        region: u32,
-        /// Regions announced.
-        regions: usize,
-    },
-    /// A part has no rows or no bytes.
-    #[error("layer {layer:?} part {part}: {field} is 0")]
-    EmptyPart {
-        /// The layer.
-        layer: String,
-        /// The part's position.
-        part: usize,
-        /// The field.
-        field: &'static str,
-    },
-    /// A stride is so small that two rows share bytes.
-    #[error(
-        "layer {layer:?} part {part}: {axis} {stride_bytes} is below the {span_bytes} bytes it steps over"
-    )]
-    Overlap {
-        /// The layer.
-        layer: String,
-        /// The part's position.
-        part: usize,
-        /// Which stride.
-        axis: StridedAxis,
-        /// Its value.
-        stride_bytes: u64,
-        /// Bytes spanned by what it steps over.
-        span_bytes: u64,
-    },
-    /// The last byte lies outside the region.
-    #[error("layer {layer:?} part {part} ends at byte {end_bytes} of a region of {region_bytes}")]
-    OutOfBounds {
-        /// The layer.
-        layer: String,
-        /// The part's position.
-        part: usize,
-        /// Where its last (block, head, row) ends; `u64::MAX` where that overflows.
-        end_bytes: u64,
-        /// The region's length.
-        region_bytes: u64,
-    },
-}
-
 impl RankCache {
     /// Proves the numbers and keeps them.
     ///
@@ -234,6 +172,7 @@ impl RankCache {
                 });
             }
         }
+        check_apart(&regions)?;
         let mut names = BTreeSet::new();
         for (index, layer) in layers.iter().enumerate() {
             let name = layer.name.as_str();
@@ -256,6 +195,13 @@ impl RankCache {
                 });
             };
             count("parts", layer.parts.len() as u64, PARTS_MAX as u64)?;
+            if layer.group >= GROUPS_MAX {
+                return Err(CacheError::Group {
+                    layer: name.to_owned(),
+                    group: layer.group,
+                });
+            }
+            check_tokens(layer)?;
             for (part, strides) in layer.parts.iter().enumerate() {
                 check_part(num_blocks, heads_held, region.bytes, name, part, strides)?;
             }
@@ -309,6 +255,50 @@ fn count(field: &'static str, value: u64, max: u64) -> Result<(), CacheError> {
     } else {
         Err(CacheError::Count { field, value, max })
     }
+}
+
+/// No byte belongs to two regions: whoever writes one would write the other.
+fn check_apart(regions: &[MemoryRegion]) -> Result<(), CacheError> {
+    let mut order: Vec<usize> = (0..regions.len()).collect();
+    order.sort_unstable_by_key(|&index| regions[index].base);
+    match order
+        .windows(2)
+        .find(|two| regions[two[0]].base + regions[two[0]].bytes > regions[two[1]].base)
+    {
+        None => Ok(()),
+        Some(two) => Err(CacheError::RegionsOverlap {
+            first: two[0],
+            second: two[1],
+            first_end: regions[two[0]].base + regions[two[0]].bytes,
+            second_base: regions[two[1]].base,
+        }),
+    }
+}
+
+fn check_tokens(layer: &LayerCache) -> Result<(), CacheError> {
+    let tokens = layer.block_tokens().unwrap_or(0);
+    for (index, part) in layer.parts.iter().enumerate() {
+        if part.block_tokens != tokens {
+            return Err(CacheError::UnlikeBlockTokens {
+                layer: layer.name.clone(),
+                part: index,
+                first: tokens,
+                other: part.block_tokens,
+            });
+        }
+        let row_per_token = part.rows == tokens;
+        let in_one_row = part.rows == 1 && part.row_bytes.checked_rem(tokens.into()) == Some(0);
+        if tokens > BLOCK_TOKENS_MAX || tokens != 0 && !row_per_token && !in_one_row {
+            return Err(CacheError::BlockTokens {
+                layer: layer.name.clone(),
+                part: index,
+                block_tokens: tokens,
+                rows: part.rows,
+                row_bytes: part.row_bytes,
+            });
+        }
+    }
+    Ok(())
 }
 
 fn check_part(

@@ -4,6 +4,8 @@ use super::*;
 use crate::ids::TpRank;
 use crate::memory::MemoryRegion;
 
+mod tokens;
+
 fn grouped(total: u32) -> KvHeads {
     KvHeads::Grouped(NonZeroU32::new(total).expect("test tables hold no 0"))
 }
@@ -73,6 +75,7 @@ fn part() -> Part {
         rows: 1,
         row_stride_bytes: 65_536,
         row_bytes: 65_536,
+        block_tokens: 0,
     }
 }
 
@@ -92,6 +95,7 @@ fn cache_at(base: u64, part: Part, region_bytes: u64) -> Result<RankCache, Cache
             name: "model.layers.0.self_attn.attn".into(),
             region: 0,
             parts: vec![part],
+            group: 0,
         }],
     )
 }
@@ -120,6 +124,7 @@ fn any_order_of_axes_is_a_layout_and_overlap_is_not() {
         rows: 4,
         row_stride_bytes: 40,
         row_bytes: 16,
+        block_tokens: 0,
     };
     cache(nhd, 4096).expect("rows outside heads");
     let head_outermost = Part {
@@ -218,6 +223,7 @@ fn layer(name: &str) -> LayerCache {
         name: name.into(),
         region: 0,
         parts: vec![part()],
+        group: 0,
     }
 }
 

@@ -1,17 +1,18 @@
-//! From a plan to the bytes: which runs to copy.
+//! From a plan and pairs of whole blocks to the bytes: which runs to copy.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
-use smallvec::SmallVec;
-
+use super::emit::{count, emit};
+use super::error::{PlanError, Side};
+use super::pieces::{Heads, Piece, layer_pieces};
+use super::spans::{Span, Spans, WHOLE};
 use crate::ids::{BlockId, TpRank};
-use crate::layout::{LayerCache, Part, RankCache};
+use crate::layout::{LayerCache, RankCache};
 use crate::memory::Run;
 use crate::plan::{RankPlan, Source};
 
-/// Most runs one call of [`expand()`] makes, counted before runs of neighbouring blocks are merged;
-/// a caller with more blocks expands them in pieces.
+/// Most runs one call of [`expand()`] or [`super::Transfer::plan`] makes, counted before runs of
+/// neighbouring blocks are merged; a caller with more blocks expands them in pieces.
 pub const RUNS_MAX: u64 = 1 << 24;
 
 /// One block to copy: which block of the sources, which block of the consumer.
@@ -23,85 +24,33 @@ pub struct BlockPair {
     pub dest: BlockId,
 }
 
-/// One side of a pair, in messages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// The source rank of this place in the producer's group.
-    Source(TpRank),
-    /// The reading rank of this place in the consumer's group.
-    Consumer(TpRank),
-}
-
-impl fmt::Display for Side {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Source(tp_rank) => write!(f, "source tp_rank {tp_rank}"),
-            Self::Consumer(tp_rank) => write!(f, "consumer tp_rank {tp_rank}"),
+impl BlockPair {
+    /// Pairs two lists index by index. More blocks of the source than of the consumer are those past
+    /// the end of what it wants.
+    ///
+    /// # Errors
+    /// [`PlanError::BlockCounts`] where the consumer has more blocks than the source.
+    pub fn zip(sources: &[BlockId], dest: &[BlockId]) -> Result<Vec<Self>, PlanError> {
+        if dest.len() > sources.len() {
+            return Err(PlanError::BlockCounts {
+                sources: sources.len(),
+                dest: dest.len(),
+            });
         }
+        Ok(sources
+            .iter()
+            .zip(dest)
+            .map(|(source, dest)| Self {
+                source: *source,
+                dest: *dest,
+            })
+            .collect())
     }
 }
 
-/// Caches and blocks that do not fit a plan.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    /// No cache was given for a rank that the plan reads.
-    #[error("no cache given for source tp_rank {0}")]
-    NoCache(TpRank),
-    /// A cache holds another number of heads than its place says.
-    #[error("heads_held: {side} announces {announced}, its place in the group gives {planned}")]
-    HeadsHeld {
-        /// Whose cache.
-        side: Side,
-        /// Heads in its cache.
-        announced: u32,
-        /// Heads by the plan.
-        planned: u32,
-    },
-    /// One side has a layer that the other lacks.
-    #[error("layer {layer:?} is missing on {side}")]
-    LayerMissing {
-        /// The layer.
-        layer: String,
-        /// Who lacks it.
-        side: Side,
-    },
-    /// A layer is stored in pieces that do not correspond.
-    #[error(
-        "layer {layer:?}: {field} is {source_value} on source tp_rank {tp_rank}, {consumer_value} on the consumer"
-    )]
-    LayerShape {
-        /// The layer.
-        layer: String,
-        /// `parts`, `rows` or `row_bytes`.
-        field: &'static str,
-        /// The source.
-        tp_rank: TpRank,
-        /// Its value.
-        source_value: u64,
-        /// The consumer's value.
-        consumer_value: u64,
-    },
-    /// A block id past the end of a cache.
-    #[error("block {block} on {side} is not below its num_blocks {num_blocks}")]
-    NoSuchBlock {
-        /// Whose cache.
-        side: Side,
-        /// The id.
-        block: BlockId,
-        /// Blocks of that cache.
-        num_blocks: u32,
-    },
-    /// Two pairs write one block of the consumer.
-    #[error("block {0} of the consumer is written by two pairs")]
-    DuplicateDest(BlockId),
-    /// More than [`RUNS_MAX`].
-    #[error("{0} runs in one piece, above 16777216; expand fewer blocks at a time")]
-    TooManyRuns(u64),
-}
-
-/// The runs to copy for `plan`, by source rank in the order of the plan's sources. `local` is the
-/// consumer rank's cache, `remote` holds at least the caches of the plan's sources, `blocks` pairs
-/// block ids in any order.
+/// The runs to copy for `plan`, by source rank in the order of the plan's sources, between two
+/// engines without pipeline stages and with blocks of one size. `local` is the consumer rank's cache,
+/// `remote` holds at least the caches of the plan's sources, `blocks` pairs block ids in any order.
 ///
 /// Layers pair by name. Each byte of the consumer's heads in the consumer's blocks is in exactly
 /// one run; runs that are contiguous on both sides are merged and mostly ascend at the consumer.
@@ -115,18 +64,27 @@ pub fn expand(
     remote: &[(TpRank, &RankCache)],
     blocks: &[BlockPair],
 ) -> Result<Vec<(TpRank, Vec<Run>)>, PlanError> {
-    check_heads(Side::Consumer(plan.tp_rank), local, plan.heads.count())?;
     let consumer = Side::Consumer(plan.tp_rank);
-    let mut blocks = blocks.to_vec();
+    check_heads(consumer, local, plan.heads.count())?;
+    let mut spans: Vec<Span> = blocks
+        .iter()
+        .map(|pair| Span {
+            first_token: 0,
+            tokens: WHOLE,
+            source: pair.source,
+            source_token: 0,
+            dest: pair.dest,
+            dest_token: 0,
+        })
+        .collect();
     // Free lists hand out block ids in descending runs as often as ascending ones: sorted, both
     // merge.
-    blocks.sort_unstable_by_key(|pair| pair.dest);
-    for pair in &blocks {
-        check_block(consumer, local, pair.dest)?;
-    }
-    if let Some(twice) = blocks.windows(2).find(|two| two[0].dest == two[1].dest) {
+    spans.sort_unstable_by_key(|span| span.dest);
+    if let Some(twice) = spans.windows(2).find(|two| two[0].dest == two[1].dest) {
         return Err(PlanError::DuplicateDest(twice[0].dest));
     }
+    let spans = Spans::new(spans);
+    check_block(consumer, local, spans.last_dest())?;
     let mut planned = Vec::with_capacity(plan.sources.len());
     let mut runs_max = 0_u64;
     for source in &plan.sources {
@@ -137,20 +95,19 @@ pub fn expand(
             .1;
         let side = Side::Source(source.tp_rank);
         check_heads(side, cache, source.held.count())?;
-        for pair in &blocks {
-            check_block(side, cache, pair.source)?;
-        }
+        check_block(side, cache, spans.last_source())?;
         let pieces = pieces(plan, source, local, cache)?;
-        let runs_per_block: u64 = pieces.iter().map(Piece::runs).sum();
-        runs_max = runs_max.saturating_add(runs_per_block.saturating_mul(blocks.len() as u64));
+        runs_max = runs_max.saturating_add(count(&pieces, &spans.lengths));
         planned.push((source.tp_rank, pieces));
     }
-    if runs_max > RUNS_MAX {
-        return Err(PlanError::TooManyRuns(runs_max));
-    }
+    check_runs(runs_max)?;
     Ok(planned
         .into_iter()
-        .map(|(tp_rank, pieces)| (tp_rank, emit(&pieces, &blocks)))
+        .map(|(tp_rank, pieces)| {
+            let mut runs = Vec::new();
+            emit(&mut runs, &pieces, &spans.spans);
+            (tp_rank, runs)
+        })
         .collect())
 }
 
@@ -171,7 +128,7 @@ pub fn source_bytes(source: &Source, local: &RankCache, blocks: u64) -> u64 {
         .saturating_mul(blocks)
 }
 
-fn check_heads(side: Side, cache: &RankCache, planned: u32) -> Result<(), PlanError> {
+pub(super) fn check_heads(side: Side, cache: &RankCache, planned: u32) -> Result<(), PlanError> {
     if cache.heads_held() == planned {
         return Ok(());
     }
@@ -182,45 +139,27 @@ fn check_heads(side: Side, cache: &RankCache, planned: u32) -> Result<(), PlanEr
     })
 }
 
-fn check_block(side: Side, cache: &RankCache, block: BlockId) -> Result<(), PlanError> {
-    if block.0 < cache.num_blocks() {
-        return Ok(());
+/// `last`: the largest id used, if any.
+pub(super) fn check_block(
+    side: Side,
+    cache: &RankCache,
+    last: Option<BlockId>,
+) -> Result<(), PlanError> {
+    match last {
+        Some(block) if block.0 >= cache.num_blocks() => Err(PlanError::NoSuchBlock {
+            side,
+            block,
+            num_blocks: cache.num_blocks(),
+        }),
+        Some(_) | None => Ok(()),
     }
-    Err(PlanError::NoSuchBlock {
-        side,
-        block,
-        num_blocks: cache.num_blocks(),
-    })
 }
 
-/// One part of one layer on both sides, block 0, cut down to the heads of one source.
-struct Piece {
-    source: Place,
-    dest: Place,
-    /// What is left to walk inside a block, outermost first: at most heads and rows.
-    axes: SmallVec<[Axis; 2]>,
-    /// Contiguous on both sides.
-    bytes: u64,
-}
-
-#[derive(Clone, Copy)]
-struct Place {
-    region: u32,
-    offset: u64,
-    block_stride: u64,
-}
-
-#[derive(Clone, Copy)]
-struct Axis {
-    steps: u32,
-    source_stride: u64,
-    dest_stride: u64,
-}
-
-impl Piece {
-    fn runs(&self) -> u64 {
-        self.axes.iter().map(|axis| u64::from(axis.steps)).product()
+pub(super) fn check_runs(runs: u64) -> Result<(), PlanError> {
+    if runs > RUNS_MAX {
+        return Err(PlanError::TooManyRuns(runs));
     }
+    Ok(())
 }
 
 fn pieces(
@@ -234,6 +173,11 @@ fn pieces(
         .iter()
         .map(|layer| (layer.name.as_str(), layer))
         .collect();
+    let heads = Heads {
+        count: source.heads.count(),
+        source_first: source.heads.first - source.held.first,
+        dest_first: source.heads.first - plan.heads.first,
+    };
     let mut pieces = Vec::with_capacity(local.layers().len());
     for dest in local.layers() {
         let Some(from) = unpaired.remove(dest.name.as_str()) else {
@@ -242,36 +186,18 @@ fn pieces(
                 side: Side::Source(source.tp_rank),
             });
         };
-        let equal = |field, source_value, consumer_value| {
-            if source_value == consumer_value {
-                return Ok(());
+        for (side, layer) in [("source", from), ("consumer", dest)] {
+            if layer.group != 0 {
+                return Err(PlanError::NoSuchGroup {
+                    layer: layer.name.clone(),
+                    side,
+                    group: layer.group,
+                    groups: 1,
+                });
             }
-            Err(PlanError::LayerShape {
-                layer: dest.name.clone(),
-                field,
-                tp_rank: source.tp_rank,
-                source_value,
-                consumer_value,
-            })
-        };
-        equal("parts", from.parts.len() as u64, dest.parts.len() as u64)?;
-        for (from_part, dest_part) in from.parts.iter().zip(&dest.parts) {
-            equal("rows", from_part.rows.into(), dest_part.rows.into())?;
-            equal("row_bytes", from_part.row_bytes, dest_part.row_bytes)?;
-            pieces.push(piece(
-                source.heads.count(),
-                (
-                    from.region,
-                    from_part,
-                    source.heads.first - source.held.first,
-                ),
-                (
-                    dest.region,
-                    dest_part,
-                    source.heads.first - plan.heads.first,
-                ),
-            ));
         }
+        let ranks = (source.tp_rank, plan.tp_rank);
+        layer_pieces(&mut pieces, from, dest, heads, ranks, None)?;
     }
     if let Some(layer) = unpaired.into_keys().next() {
         return Err(PlanError::LayerMissing {
@@ -281,108 +207,4 @@ fn pieces(
     }
     pieces.sort_by_key(|piece: &Piece| (piece.dest.region, piece.dest.offset));
     Ok(pieces)
-}
-
-/// `from` and `dest`: region, part and the first wanted head as the rank counts its own.
-fn piece(heads: u32, from: (u32, &Part, u32), dest: (u32, &Part, u32)) -> Piece {
-    let place = |(region, part, head): (u32, &Part, u32)| Place {
-        region,
-        offset: part.offset_bytes + u64::from(head) * part.head_stride_bytes,
-        block_stride: part.block_stride_bytes,
-    };
-    let mut axes: SmallVec<[Axis; 2]> = SmallVec::new();
-    let (source_part, dest_part) = (from.1, dest.1);
-    axes.push(Axis {
-        steps: heads,
-        source_stride: source_part.head_stride_bytes,
-        dest_stride: dest_part.head_stride_bytes,
-    });
-    axes.push(Axis {
-        steps: dest_part.rows,
-        source_stride: source_part.row_stride_bytes,
-        dest_stride: dest_part.row_stride_bytes,
-    });
-    axes.retain(|axis| axis.steps > 1);
-    axes.sort_by_key(|axis| std::cmp::Reverse(axis.dest_stride));
-    let mut bytes = dest_part.row_bytes;
-    while let Some(inner) = axes.last() {
-        if inner.source_stride != bytes || inner.dest_stride != bytes {
-            break;
-        }
-        bytes *= u64::from(inner.steps);
-        axes.pop();
-    }
-    Piece {
-        source: place(from),
-        dest: place(dest),
-        axes,
-        bytes,
-    }
-}
-
-/// `pieces` and `blocks` ascend at the consumer. Pieces that lie in one and the same block of the
-/// consumer (K and V of a page, or all layers where the block is the outermost axis) are walked
-/// block by block, the others piece by piece, so that neighbours in memory follow one another.
-fn emit(pieces: &[Piece], blocks: &[BlockPair]) -> Vec<Run> {
-    let mut runs = Vec::new();
-    let mut rest = pieces;
-    while let Some(first) = rest.first() {
-        let same_block = |piece: &&Piece| {
-            piece.dest.region == first.dest.region
-                && piece.dest.block_stride == first.dest.block_stride
-                && piece.dest.offset - first.dest.offset < first.dest.block_stride
-        };
-        let together = rest.iter().take_while(same_block).count().max(1);
-        let (group, after) = rest.split_at(together);
-        for pair in blocks {
-            for piece in group {
-                emit_piece(&mut runs, piece, pair);
-            }
-        }
-        rest = after;
-    }
-    runs
-}
-
-fn emit_piece(runs: &mut Vec<Run>, piece: &Piece, pair: &BlockPair) {
-    let mut run = Run {
-        source_region: piece.source.region,
-        source_offset: piece.source.offset + u64::from(pair.source.0) * piece.source.block_stride,
-        dest_region: piece.dest.region,
-        dest_offset: piece.dest.offset + u64::from(pair.dest.0) * piece.dest.block_stride,
-        bytes: piece.bytes,
-    };
-    match piece.axes.as_slice() {
-        [] => push_merged(runs, run),
-        [outer, inner @ ..] => {
-            for _ in 0..outer.steps {
-                match inner {
-                    [] => push_merged(runs, run),
-                    [inner, ..] => {
-                        let mut row = run;
-                        for _ in 0..inner.steps {
-                            push_merged(runs, row);
-                            row.source_offset += inner.source_stride;
-                            row.dest_offset += inner.dest_stride;
-                        }
-                    }
-                }
-                run.source_offset += outer.source_stride;
-                run.dest_offset += outer.dest_stride;
-            }
-        }
-    }
-}
-
-fn push_merged(runs: &mut Vec<Run>, run: Run) {
-    if let Some(last) = runs.last_mut()
-        && last.source_region == run.source_region
-        && last.dest_region == run.dest_region
-        && last.source_offset + last.bytes == run.source_offset
-        && last.dest_offset + last.bytes == run.dest_offset
-    {
-        last.bytes += run.bytes;
-        return;
-    }
-    runs.push(run);
 }

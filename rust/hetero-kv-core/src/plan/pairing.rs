@@ -1,8 +1,9 @@
 //! Which ranks of the producer a consumer rank reads, may read and releases.
 
+use super::choose::Asker;
 use crate::ids::TpRank;
 use crate::layout::{HeadRange, KvHeads, LayoutError, TP_SIZE_MAX, one_divides_other, owned_heads};
-use crate::plan::SourceChooser;
+use crate::plan::{LayerRange, Region, SourceChooser, TokenRange};
 
 /// Two tensor parallel groups that can exchange a cache of these heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +23,14 @@ pub enum PairError {
         producer_tp: u32,
         /// Ranks of the consumer.
         consumer_tp: u32,
+    },
+    /// The sides say they cut unlike heads.
+    #[error("kv_heads: producer has {producer}, consumer has {consumer}")]
+    UnlikeHeads {
+        /// Of the producer.
+        producer: KvHeads,
+        /// Of the consumer.
+        consumer: KvHeads,
     },
     /// A side's ranks cannot share the heads.
     #[error(
@@ -109,6 +118,23 @@ impl Pairing {
         })
     }
 
+    /// Takes two sides that each say what they cut.
+    ///
+    /// # Errors
+    /// [`PairError::UnlikeHeads`] where they do not cut the same heads; else as [`Pairing::new`].
+    pub fn between(
+        (producer_tp, producer_heads): (u32, KvHeads),
+        (consumer_tp, consumer_heads): (u32, KvHeads),
+    ) -> Result<Self, PairError> {
+        if producer_heads != consumer_heads {
+            return Err(PairError::UnlikeHeads {
+                producer: producer_heads,
+                consumer: consumer_heads,
+            });
+        }
+        Self::new(producer_tp, consumer_tp, producer_heads)
+    }
+
     /// Ranks of the producer.
     pub fn producer_tp(&self) -> u32 {
         self.producer_tp
@@ -150,32 +176,15 @@ impl Pairing {
         chooser: &SourceChooser,
     ) -> Result<RankPlan, LayoutError> {
         let heads = self.consumer_heads(tp_rank)?;
-        let total = self.heads.total();
-        // Heads per producer rank and ranks per head; one of the two is 1.
-        let share = (total / self.producer_tp).max(1);
-        let replicas = (self.producer_tp / total).max(1);
-        // Consumer ranks that want these same heads are neighbours.
-        let consumers = (self.consumer_tp / total).max(1);
         let mut sources = Vec::new();
         let mut holders = Vec::new();
-        let mut first = heads.first;
-        while first < heads.past_last {
-            let group = first / share;
-            let held = HeadRange {
-                first: group * share,
-                past_last: (group + 1) * share,
-            };
-            let of_group: Vec<TpRank> = (group * replicas..(group + 1) * replicas)
-                .map(TpRank)
-                .collect();
-            let chosen = chooser.pick(&of_group, held.first, tp_rank.0 % consumers, consumers);
+        for group in self.head_groups(tp_rank)? {
             sources.push(Source {
-                tp_rank: chosen,
-                heads: held.intersection(heads),
-                held,
+                tp_rank: group.holders[chooser.pick(&group.holders, &group.asker)],
+                heads: group.heads,
+                held: group.held,
             });
-            holders.extend(of_group);
-            first = held.past_last;
+            holders.extend(group.holders);
         }
         Ok(RankPlan {
             tp_rank,
@@ -184,5 +193,77 @@ impl Pairing {
             release: holders.clone(),
             holders,
         })
+    }
+
+    /// The wanted heads of consumer rank `tp_rank` by who has them, ascending. At most as many
+    /// groups as the producer has ranks.
+    pub(super) fn head_groups(&self, tp_rank: TpRank) -> Result<Vec<HeadGroup>, LayoutError> {
+        let heads = self.consumer_heads(tp_rank)?;
+        let total = self.heads.total();
+        // Heads per producer rank and ranks per head; one of the two is 1.
+        let share = (total / self.producer_tp).max(1);
+        let replicas = (self.producer_tp / total).max(1);
+        // Consumer ranks that want these same heads are neighbours.
+        let consumers = (self.consumer_tp / total).max(1);
+        let mut groups = Vec::new();
+        let mut first = heads.first;
+        while first < heads.past_last {
+            let place = first / share;
+            let held = HeadRange {
+                first: place * share,
+                past_last: (place + 1) * share,
+            };
+            groups.push(HeadGroup {
+                heads: held.intersection(heads),
+                held,
+                holders: (place * replicas..(place + 1) * replicas)
+                    .map(TpRank)
+                    .collect(),
+                asker: Asker {
+                    first_head: held.first,
+                    index: tp_rank.0 % consumers,
+                    consumers,
+                    mapped: self.mapped(tp_rank),
+                },
+            });
+            first = held.past_last;
+        }
+        Ok(groups)
+    }
+
+    /// RFC #46107's fixed mapping of ranks: the first of a consumer's share, or the one that several
+    /// consumers share.
+    fn mapped(&self, tp_rank: TpRank) -> TpRank {
+        if self.producer_tp >= self.consumer_tp {
+            TpRank(tp_rank.0 * (self.producer_tp / self.consumer_tp))
+        } else {
+            TpRank(tp_rank.0 / (self.consumer_tp / self.producer_tp))
+        }
+    }
+}
+
+/// Heads that one consumer rank wants and that the same producer ranks hold.
+pub(super) struct HeadGroup {
+    /// The wanted ones.
+    pub(super) heads: HeadRange,
+    /// All that each holder has.
+    pub(super) held: HeadRange,
+    /// The ranks that hold them, never none.
+    pub(super) holders: Vec<TpRank>,
+    pub(super) asker: Asker,
+}
+
+impl RankPlan {
+    /// What each source gives of these tokens and layers, in the order of [`RankPlan::sources`].
+    /// Together they cover the consumer's heads in them exactly once.
+    pub fn regions(&self, tokens: TokenRange, layers: LayerRange) -> Vec<Region> {
+        self.sources
+            .iter()
+            .map(|source| Region {
+                tokens,
+                heads: source.heads,
+                layers,
+            })
+            .collect()
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::RankPlan;
+use super::{RankPlan, TransferPlan};
 use crate::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 
 /// The engine that ran the prefill, as its response names it.
@@ -67,6 +67,22 @@ impl RankPlan {
                 dp_rank: owner.dp_rank,
                 tp_rank: source.tp_rank,
                 pp_rank,
+            })
+            .collect()
+    }
+}
+
+impl TransferPlan {
+    /// The routes of this plan's reads, in the order of [`TransferPlan::reads`].
+    pub fn routes(&self, owner: &Owner) -> Vec<Route> {
+        self.reads
+            .iter()
+            .map(|read| Route {
+                engine: owner.engine.clone(),
+                incarnation: owner.incarnation,
+                dp_rank: owner.dp_rank,
+                tp_rank: read.tp_rank,
+                pp_rank: read.pp_rank,
             })
             .collect()
     }

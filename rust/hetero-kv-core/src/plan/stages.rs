@@ -1,7 +1,9 @@
 //! Which layers a pipeline stage runs.
 
+use serde::{Deserialize, Serialize};
+
 /// Consecutive layers, by their index in the whole model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct LayerRange {
     /// First layer.
     pub first: u32,

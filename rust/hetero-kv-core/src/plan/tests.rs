@@ -6,9 +6,18 @@ use crate::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank, TransferId};
 use crate::layout::{HeadRange, KvHeads};
 
 mod choose;
+mod draw;
 mod expand;
+mod fairness;
 mod oracle;
+mod policy;
+mod reads;
+mod refused;
+mod regions;
+mod striping;
 mod text;
+mod transfer;
+mod world;
 
 const TP: [u32; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
 const HEADS: [u32; 9] = [1, 2, 3, 4, 6, 8, 12, 16, 64];

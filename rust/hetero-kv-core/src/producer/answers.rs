@@ -61,10 +61,12 @@ impl Producer {
             self.reject(connection, code, reason, None);
             return;
         }
+        let key = (hello.from.engine.clone(), hello.from.incarnation);
+        self.replace_connections_of(&key);
         self.peers.insert(
             connection,
             Peer::Known {
-                key: (hello.from.engine.clone(), hello.from.incarnation),
+                key,
                 ranks: (hello.from.tp_size, hello.from.pp_size),
             },
         );
@@ -73,6 +75,24 @@ impl Producer {
             from: self.identity.clone(),
         };
         self.send(connection, Message::Accept(accept));
+    }
+
+    /// A consumer dials again when it has given its connection up. What is still under way on that
+    /// one is older than what it says from here on: a release among it would end a lease that it has
+    /// claimed again.
+    fn replace_connections_of(&mut self, key: &ConsumerKey) {
+        let given_up: Vec<ConnectionId> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| match peer {
+                Peer::Known { key: of, .. } => of == key,
+                Peer::Anonymous => false,
+            })
+            .map(|(connection, _)| *connection)
+            .collect();
+        for connection in given_up {
+            self.close(connection);
+        }
     }
 
     pub(super) fn handle_claim(

@@ -108,7 +108,9 @@ pub(crate) fn card(tp_rank: u32, heads_held: u32) -> WorkerCard {
             rows: 1,
             row_stride_bytes: page_bytes,
             row_bytes: page_bytes,
+            block_tokens: 0,
         }],
+        group: 0,
     };
     let region = MemoryRegion {
         base: 0x7f00_0000_0000,

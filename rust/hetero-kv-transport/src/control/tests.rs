@@ -1,6 +1,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -125,10 +126,12 @@ fn frame(message: &Message) -> Vec<u8> {
     message.to_frame().expect("small")
 }
 
+/// Of another start each time: one start has one connection.
 fn hello(expect_incarnation: u64) -> Message {
+    static STARTS: AtomicU64 = AtomicU64::new(9);
     Message::Hello(Box::new(Hello {
         versions: (WIRE_VERSION, WIRE_VERSION),
-        from: identity("d", 9),
+        from: identity("d", STARTS.fetch_add(1, Ordering::Relaxed)),
         expect_engine: engine("p"),
         expect_incarnation: Incarnation(expect_incarnation),
         compat_digest: fields().digest().to_vec(),

@@ -22,6 +22,8 @@ pub struct ReadFailure {
     pub kind: ReadFailureKind,
     /// For the log: the source, the call and the reason.
     pub text: String,
+    /// The source it failed at; `None` when it was no source's doing.
+    pub at: Option<Route>,
 }
 
 impl ReadFailure {
@@ -133,18 +135,33 @@ impl Job {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Stops it; the first reason stands. Whether the job had not ended before.
+    /// Stops it for a reason that is no source's doing; the first reason stands. Whether the job
+    /// had not ended before.
     pub(super) fn stop(&self, kind: ReadFailureKind, text: impl Into<String>) -> bool {
+        self.fail(ReadFailure {
+            kind,
+            text: text.into(),
+            at: None,
+        })
+    }
+
+    /// Stops it for what became of one source.
+    pub(super) fn stop_at(&self, source: &Route, kind: ReadFailureKind, text: impl Into<String>) {
+        self.fail(ReadFailure {
+            kind,
+            text: text.into(),
+            at: Some(source.clone()),
+        });
+    }
+
+    fn fail(&self, failure: ReadFailure) -> bool {
         {
             let mut state = self.lock();
             if state.done {
                 return false;
             }
             if state.failure.is_none() {
-                state.failure = Some(ReadFailure {
-                    kind,
-                    text: text.into(),
-                });
+                state.failure = Some(failure);
                 state.stopped = Some(now());
             }
             self.stopping.store(true, Ordering::Release);
@@ -180,6 +197,7 @@ impl Job {
             state.failure = Some(ReadFailure {
                 kind: ReadFailureKind::Deadline,
                 text: "the lease's time was over when the last byte had arrived".into(),
+                at: None,
             });
         }
         state.done = true;

@@ -403,7 +403,7 @@ impl Session {
         let text = format!("{}: {error}", describe(&source.route));
         tracing::warn!(%kind, text, "source not reached");
         for active in &self.pieces {
-            active.piece.job.stop(kind, text.clone());
+            active.piece.job.stop_at(&source.route, kind, text.clone());
         }
     }
 
@@ -443,7 +443,8 @@ impl Session {
                 }),
                 Err(error) => {
                     piece.completed(range, false);
-                    piece.job.stop(error.kind, error.to_string());
+                    let route = &piece.source.route;
+                    piece.job.stop_at(route, error.kind, error.to_string());
                 }
             }
         }
@@ -499,7 +500,7 @@ impl Session {
         self.handle.bytes.fetch_add(arrived, Ordering::Relaxed);
         if let Err(error) = completion.outcome {
             let text = format!("{}: {error}", describe(&piece.source.route));
-            piece.job.stop(error.kind, text);
+            piece.job.stop_at(&piece.source.route, error.kind, text);
         }
         if piece.complete()
             && let Some(active) = self.pieces.remove(index)
@@ -519,7 +520,8 @@ impl Session {
                 continue;
             }
             if piece.lost_once || error.kind != ReadFailureKind::PeerLost {
-                piece.job.stop(error.kind, text.clone());
+                let route = &piece.source.route;
+                piece.job.stop_at(route, error.kind, text.clone());
             }
             piece.lost_once = true;
         }

@@ -6,7 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use hetero_kv_core::consumer::{Consumer, ConsumerCounts, ConsumerOptions, PeerAddress};
-use hetero_kv_core::ids::{BlockId, LeaseRef, PromptDigest, TransferId};
+use hetero_kv_core::ids::{BlockId, LeaseRef, PromptDigest, TpRank, TransferId};
 use hetero_kv_core::layout::{CompatFields, KvHeads};
 use hetero_kv_core::producer::{
     FinishedPrefill, LeaseTimes, OfferError, Producer, ProducerCounts, ProducerGauges,
@@ -78,6 +78,8 @@ pub struct SchedulerFigures {
     pub consumer: Option<ConsumerCounts>,
     /// Requests and transfers the consumer still knows.
     pub consumer_open: (usize, usize),
+    /// Source ranks that are avoided.
+    pub sources_avoided: usize,
 }
 
 /// Why a scheduler side cannot start.
@@ -219,6 +221,13 @@ impl SchedulerSide {
         self.consumer(|consumer| consumer.handle_rejected(clock::now(), params));
     }
 
+    /// A worker could not read from this source rank.
+    pub fn source_lost(&self, request_id: &str, tp_rank: TpRank) {
+        self.consumer(|consumer| {
+            consumer.handle_source_lost(clock::now(), request_id, tp_rank);
+        });
+    }
+
     /// All workers have reported a load.
     pub fn received(&self, request_id: &str, failed: bool) {
         self.consumer(|consumer| consumer.handle_received(clock::now(), request_id, failed));
@@ -303,6 +312,10 @@ impl SchedulerSide {
                 .consumer
                 .as_ref()
                 .map(|consumer| consumer.counts().clone()),
+            sources_avoided: desk
+                .consumer
+                .as_ref()
+                .map_or(0, |consumer| consumer.sources_avoided(now)),
             consumer_open: desk.consumer.as_ref().map_or((0, 0), Consumer::open),
         }
     }

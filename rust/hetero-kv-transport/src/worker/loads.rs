@@ -7,7 +7,9 @@ use std::time::Duration;
 use hetero_kv_core::failure::{Failure, FailureReason};
 use hetero_kv_core::ids::{BlockId, EngineId, TpRank, TransferId};
 use hetero_kv_core::layout::RankCache;
-use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand, planned_bytes};
+use hetero_kv_core::plan::{
+    BlockPair, Owner, Pairing, Route, SourceChooser, expand, planned_bytes,
+};
 use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::WorkerCard;
@@ -15,7 +17,7 @@ use hetero_kv_core::wire::message::Layout;
 
 use super::{LoadReport, SourceRead, WorkerPlace};
 use crate::error::ReadFailureKind;
-use crate::reader::{JobDone, ReadJob, ReadPiece, Reader};
+use crate::reader::{JobDone, ReadFailure, ReadJob, ReadPiece, Reader};
 use crate::transport::{Source, TransportName};
 
 /// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
@@ -117,7 +119,7 @@ impl ConsumerRank {
         }
         let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
             .map_err(|error| refuse(error.to_string()))?;
-        let chooser = SourceChooser::new(order.transfer_id);
+        let chooser = SourceChooser::weighted(order.transfer_id, order.weights.clone());
         let plan = pairing
             .rank_plan(place.tp_rank, &chooser)
             .map_err(|error| refuse(error.to_string()))?;
@@ -184,14 +186,13 @@ impl ConsumerRank {
     pub(super) fn end(&mut self, done: JobDone) -> Option<LoadReport> {
         let load = self.loads.remove(&done.id)?;
         self.by_request.remove(&load.request_id);
-        let failure = done
-            .outcome
-            .err()
-            .map(|failure| match (failure.kind, load.cancelled) {
-                (ReadFailureKind::Cancelled, Some(cancelled)) => cancelled,
-                // It had failed by itself before it was cancelled.
-                (kind, _) => Failure::new(reason_of(kind), failure.text),
-            });
+        let failed = done.outcome.err();
+        let lost_source = failed.as_ref().and_then(lost_source);
+        let failure = failed.map(|failure| match (failure.kind, load.cancelled) {
+            (ReadFailureKind::Cancelled, Some(cancelled)) => cancelled,
+            // It had failed by itself before it was cancelled.
+            (kind, _) => Failure::new(reason_of(kind), failure.text),
+        });
         let invalid_blocks = match failure {
             Some(_) => load.dest_blocks,
             None => Vec::new(),
@@ -214,8 +215,26 @@ impl ConsumerRank {
                     transport: read.transport.map_or("none", TransportName::as_str),
                 })
                 .collect(),
+            lost_source,
             elapsed: done.elapsed,
         })
+    }
+}
+
+/// The source whose own doing the failure is: another holder of its heads may do better.
+fn lost_source(failure: &ReadFailure) -> Option<TpRank> {
+    match failure.kind {
+        ReadFailureKind::PeerLost | ReadFailureKind::Unreachable => {
+            failure.at.as_ref().map(Route::tp_rank)
+        }
+        ReadFailureKind::LeaseGone
+        | ReadFailureKind::Deadline
+        | ReadFailureKind::Cancelled
+        | ReadFailureKind::Refused
+        | ReadFailureKind::Incarnation
+        | ReadFailureKind::OutOfBounds
+        | ReadFailureKind::NotQuiesced
+        | ReadFailureKind::Local => None,
     }
 }
 

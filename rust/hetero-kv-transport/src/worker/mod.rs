@@ -9,12 +9,14 @@ mod loads;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::Duration;
 
 use hetero_kv_core::failure::Failure;
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
+use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::plan::Owner;
 use hetero_kv_core::step::StepOrders;
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
@@ -79,6 +81,9 @@ pub enum WorkerError {
     /// The reader.
     #[error("reader: {0}")]
     Reader(String),
+    /// A region outside of the words that [`WorkerSide::start_on`] was given.
+    #[error("KV cache: region {0} lies outside of the memory given")]
+    Elsewhere(usize),
 }
 
 /// What a step has finished, each id exactly once per rank.
@@ -109,6 +114,8 @@ pub struct LoadReport {
     pub planned_bytes: u64,
     /// Bytes moved by source.
     pub reads: Vec<SourceRead>,
+    /// The source rank that was lost or out of reach, when that is why it failed.
+    pub lost_source: Option<TpRank>,
     /// From order to end.
     pub elapsed: Duration,
 }
@@ -146,6 +153,32 @@ pub struct WorkerSide {
 }
 
 impl WorkerSide {
+    /// As [`WorkerSide::start`], over words that last as long as the process and that everybody
+    /// touches as atomics: nothing is left for the caller to promise.
+    ///
+    /// # Errors
+    /// [`WorkerError`]; [`WorkerError::Elsewhere`] for a region that is not within `words`.
+    #[allow(unsafe_code)]
+    pub fn start_on(
+        words: &'static [AtomicU64],
+        place: WorkerPlace,
+        cache: RankCache,
+        options: WorkerOptions,
+    ) -> Result<Self, WorkerError> {
+        let first = words.as_ptr().expose_provenance() as u64;
+        let past_last = first + size_of_val(words) as u64;
+        let inside = |region: &MemoryRegion| {
+            let end = region.base.checked_add(region.bytes);
+            first <= region.base && end.is_some_and(|end| end <= past_last)
+        };
+        if let Some(elsewhere) = cache.regions().iter().position(|region| !inside(region)) {
+            return Err(WorkerError::Elsewhere(elsewhere));
+        }
+        // SAFETY: every region lies within `words`, which are never freed nor moved; references to
+        // them are to atomics, so none claims that the bytes stand still.
+        unsafe { Self::start(place, cache, options) }
+    }
+
     /// Starts what the roles need. Nothing is read or served before the first step.
     ///
     /// # Safety
@@ -253,6 +286,7 @@ impl WorkerSide {
                 invalid_blocks: fail.dest_blocks,
                 planned_bytes: 0,
                 reads: Vec::new(),
+                lost_source: None,
                 elapsed: Duration::ZERO,
             });
         }
@@ -275,6 +309,7 @@ impl WorkerSide {
                     invalid_blocks: load.dest_blocks,
                     planned_bytes: 0,
                     reads: Vec::new(),
+                    lost_source: None,
                     elapsed: Duration::ZERO,
                 });
             }

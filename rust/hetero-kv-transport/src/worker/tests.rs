@@ -1,6 +1,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
+use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use hetero_kv_core::producer::ReleaseOrder;
 use hetero_kv_core::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, StepOrders};
 use hetero_kv_core::wire::message::Layout;
 
-use super::{LoadReport, WorkerOptions, WorkerPlace, WorkerSide};
+use super::{LoadReport, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
 use crate::reader::{ReaderOptions, TransportChoice};
 use crate::scheduler::Roles;
 use crate::tcp::ServerOptions;
@@ -51,18 +52,19 @@ struct Rank {
     memory: Memory,
 }
 
-fn rank(name: &str, producer: bool, choice: TransportChoice) -> Rank {
-    let seed = name.len();
-    let memory = Memory::new(|at| (at * 7 + seed) as u8);
-    let place = WorkerPlace {
+fn place(name: &str) -> WorkerPlace {
+    WorkerPlace {
         engine: engine(name),
         dp_rank: DpRank(0),
         tp_rank: TpRank(0),
         tp_size: 1,
         pp_rank: PpRank(0),
         heads: heads(),
-    };
-    let options = WorkerOptions {
+    }
+}
+
+fn options(producer: bool, choice: TransportChoice) -> WorkerOptions {
+    WorkerOptions {
         roles: Roles {
             producer,
             consumer: !producer,
@@ -76,7 +78,13 @@ fn rank(name: &str, producer: bool, choice: TransportChoice) -> Rank {
         lease_slots: 4,
         offer_process: true,
         offer_tcp: true,
-    };
+    }
+}
+
+fn rank(name: &str, producer: bool, choice: TransportChoice) -> Rank {
+    let seed = name.len();
+    let memory = Memory::new(|at| (at * 7 + seed) as u8);
+    let (place, options) = (place(name), options(producer, choice));
     // SAFETY: `Rank` drops the side before the memory (order of its fields), and the memory is
     // only ever looked at through cells.
     let side = unsafe { WorkerSide::start(place, cache(memory.base()), options) };
@@ -118,6 +126,7 @@ fn load(request_id: &str) -> LoadOrder {
         transfer_id: TransferId([1; 16]),
         lease: LEASE,
         deadline_ms: 20_000,
+        weights: Vec::new(),
         source_blocks: vec![BlockId(5), BlockId(6)],
         dest_blocks: vec![BlockId(1), BlockId(9)],
     }
@@ -343,6 +352,22 @@ fn a_load_that_failed_before_it_was_cancelled_says_why_it_failed() {
     assert_eq!(failure.reason, FailureReason::Fenced, "{failure}");
 }
 
+/// The scheduler side weighs sources by it.
+#[test]
+fn a_source_that_is_gone_is_named() {
+    let p = named_producer("p");
+    let peer = peer(&p, "p");
+    drop(p);
+    let mut d = rank("dd", false, TransportChoice::Tcp);
+    let mut orders = orders_of(load("r"));
+    orders.peers = vec![peer];
+    d.side.step(orders, Duration::ZERO);
+    let report = wait_report(&mut d);
+    let failure = report.failure.expect("nobody is there");
+    assert_eq!(failure.reason, FailureReason::Unreachable, "{failure}");
+    assert_eq!(report.lost_source, Some(TpRank(0)));
+}
+
 #[test]
 fn an_empty_step_waits_only_for_what_is_pending() {
     let mut p = named_producer("p");
@@ -365,4 +390,20 @@ fn an_empty_step_waits_only_for_what_is_pending() {
         waited(&p) < Duration::from_millis(40),
         "a release is to be reported at once"
     );
+}
+
+#[test]
+fn regions_outside_of_the_words_given_are_refused() {
+    let bytes = NUM_BLOCKS as usize * PAGE_BYTES as usize;
+    let words: &'static [AtomicU64] =
+        Box::leak((0..bytes / 8).map(|_| AtomicU64::new(0)).collect());
+    let base = words.as_ptr().expose_provenance() as u64;
+    let start = |base| {
+        let options = options(false, TransportChoice::Auto);
+        WorkerSide::start_on(words, place("w"), cache(base), options)
+    };
+    assert!(start(base).is_ok());
+    for outside in [base - 8, base + 8, base + bytes as u64] {
+        assert!(matches!(start(outside), Err(WorkerError::Elsewhere(0))));
+    }
 }

@@ -71,6 +71,8 @@ fn a_killed_source_is_told_within_two_seconds(transport: TransportName) {
     let took = now().since(killed);
     assert_eq!(failure_kind(&done), ReadFailureKind::PeerLost);
     assert!(took < Duration::from_secs(2), "{took:?}");
+    let failure = done.outcome.expect_err("a loss");
+    assert_eq!(failure.at.as_ref(), Some(&source.route), "who was lost");
 }
 
 fn a_source_that_was_never_there_is_unreachable(transport: TransportName) {

@@ -90,8 +90,18 @@ fn between_the_order_and_the_step_that_carries_it() {
     pair.finish("d1");
     pair.step();
     let job = pair.workers[0].job("d1");
-    assert!(job.cancel.is_some());
-    assert_eq!(job.deadline, Some(pair.now), "no time is given to read");
+    assert!(
+        job.load.is_none() && job.cancel.is_none(),
+        "nothing to read and nothing to stop"
+    );
+    let (blocks, failure) = job.fail.clone().expect("a failure");
+    assert_eq!(blocks.len(), 3);
+    assert_eq!(
+        failure.reason,
+        FailureReason::Cancelled,
+        "a load with no time left would say that its lease ran out"
+    );
+    assert_eq!(pair.consumers[0].counts().loads, 0);
     pair.report("d1", true);
     pair.run(secs(1));
     assert_nothing_left(&mut pair);

@@ -3,6 +3,7 @@
 mod aborts;
 mod converge;
 mod failures;
+mod health;
 mod leases;
 mod life;
 mod pairs;

@@ -48,6 +48,39 @@ fn an_idle_pair_beats_and_stays() {
     assert_eq!(pair.count_sent(|m| matches!(m, Message::Pong)), pings);
 }
 
+/// A firewall that forgets a connection drops its packets without a word.
+#[test]
+fn after_ten_idle_minutes_on_a_connection_cut_silently_a_request_succeeds_with_one_reconnect() {
+    let (mut pair, peer) = idle_pair();
+    serve(&mut pair, 1);
+    pair.network(|_, _| Fate::Drop);
+    pair.run(secs(600));
+    assert!(!is_ready(&pair, peer), "found out while idle");
+    pair.heal();
+    assert_eq!(
+        pair.consumers[0].counts().reconnects,
+        0,
+        "nobody dials for nothing"
+    );
+    serve(&mut pair, 2);
+    assert_eq!(pair.consumers[0].counts().reconnects, 1);
+}
+
+/// One request from prefill to release.
+fn serve(pair: &mut Pair, number: u32) {
+    let (prefilled, decoded) = (format!("p{number}"), format!("d{number}"));
+    let params = pair.prefill(&prefilled, transfer(number as u8), prompt(number), 40);
+    pair.arrive(&decoded, &params);
+    pair.run(ms(20));
+    assert!(pair.admit(&decoded, 0) > 0);
+    pair.step();
+    pair.report(&decoded, false);
+    pair.run(secs(1));
+    assert_eq!(pair.consumers[0].counts().failures.len(), 0);
+    pair.step_producers();
+    assert_eq!(pair.held(), 0);
+}
+
 #[test]
 fn silence_alone_is_a_loss_only_after_its_time() {
     let (mut pair, peer) = idle_pair();

@@ -162,8 +162,8 @@ impl<'a> Rank<'a> {
                 (Row, 0),
             ])
         };
-        let regions = self.memory.iter().map(|memory| MemoryRegion {
-            base: 0x1003,
+        let regions = (0..).zip(&self.memory).map(|(index, memory)| MemoryRegion {
+            base: 0x1003 + (index << 40),
             bytes: memory.len() as u64,
         });
         let layers = layer_order.map(|layer| LayerCache {
@@ -177,8 +177,10 @@ impl<'a> Rank<'a> {
                     rows: self.geometry.rows as u32,
                     row_stride_bytes: self.stride(Row) as u64,
                     row_bytes: self.geometry.row_bytes(part) as u64,
+                    block_tokens: 0,
                 })
                 .collect(),
+            group: 0,
         });
         RankCache::new(
             self.blocks as u32,

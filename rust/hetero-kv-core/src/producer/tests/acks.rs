@@ -151,3 +151,36 @@ fn an_acknowledgement_within_the_grace_releases_at_once() {
     p.handle_timeout(at(secs(40)));
     assert!(ordered(&mut p).is_empty());
 }
+
+/// Seed 6345 of the simulator, profile storm: a release is held up, its connection breaks, and the
+/// same request comes to decode once more.
+#[test]
+fn what_comes_late_on_a_connection_given_up_does_not_end_a_lease_claimed_on_the_next() {
+    let (mut p, lease) = claimed();
+    p.handle_connected(D2);
+    let again = Message::Hello(Box::new(hello("decode", 100, 2)));
+    p.handle_message(at(secs(2)), D2, again);
+    let answers = drain(&mut p);
+    assert!(
+        matches!(
+            answers.as_slice(),
+            [
+                ProducerOutput::Close(D),
+                ProducerOutput::Send(D2, Message::Accept(_))
+            ]
+        ),
+        "{answers:?}"
+    );
+    assert_granted(&claim(&mut p, at(secs(3)), D2, claim_of(5, lease)), 30_000);
+    release(&mut p, D, 5);
+    ack(&mut p, D, 5, &[0, 1]);
+    assert!(!p.has_releases(), "decode reads under its second claim");
+    // Another start, or another engine, is another consumer and keeps its connection.
+    let other = ConnectionId(3);
+    p.handle_connected(other);
+    let other_start = Message::Hello(Box::new(hello("decode", 101, 2)));
+    p.handle_message(at(secs(4)), other, other_start);
+    assert_eq!(drain(&mut p).len(), 1);
+    ack(&mut p, D2, 5, &[0, 1]);
+    assert_eq!(ordered(&mut p), ["r5"]);
+}

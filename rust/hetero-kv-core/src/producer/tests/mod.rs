@@ -1,6 +1,7 @@
 //! The producer alone: one call after the other in virtual time.
 
 mod acks;
+mod fan_in;
 mod handshake;
 mod leases;
 
