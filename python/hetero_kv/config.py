@@ -60,6 +60,33 @@ SETTINGS: tuple[Setting, ...] = (
         choices=("auto", "process", "tcp"),
     ),
     Setting(
+        "source_policy",
+        "choice",
+        "hash",
+        "Decode: which of several prefill ranks with the same heads is read. `hash` spreads "
+        "transfers evenly over them, for any pair of layouts. `round_robin` is RFC #46107's: in "
+        "turn where decode has one worker, the model is MLA, prefill has one DP and several TP "
+        "ranks; elsewhere always the same one.",
+        choices=("hash", "round_robin"),
+    ),
+    Setting(
+        "stripe_bytes_min",
+        "int",
+        33_554_432,
+        "Decode: a rank's read of at least so many bytes is split over the prefill ranks that have "
+        "the same heads, so that one request uses all their links. 0: never.",
+        0,
+        1 << 50,
+    ),
+    Setting(
+        "stripe_sources_max",
+        "int",
+        8,
+        "Decode: most prefill ranks that one read is split over.",
+        1,
+        64,
+    ),
+    Setting(
         "allow_ptracer",
         "bool",
         False,

@@ -39,6 +39,8 @@ class Engine:
     engine_id: str
     dp_rank: int
     """vLLM's ``data_parallel_index``: ``data_parallel_rank`` is 0 on every dense DP rank."""
+    dp_size: int
+    """Data parallel ranks that vLLM tells of; 1 on every dense DP rank."""
     tp_size: int
     pp_size: int
     block_size: int
@@ -55,6 +57,7 @@ class Engine:
         return {
             "engine_id": self.engine_id,
             "dp_rank": self.dp_rank,
+            "dp_size": self.dp_size,
             "tp_size": self.tp_size,
             "pp_size": self.pp_size,
             "block_size": self.block_size,
@@ -98,6 +101,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
     return Engine(
         engine_id=str(transfer.engine_id),
         dp_rank=int(parallel.data_parallel_index),
+        dp_size=int(parallel.data_parallel_size),
         tp_size=int(parallel.tensor_parallel_size),
         pp_size=int(parallel.pipeline_parallel_size),
         block_size=int(groups[0].kv_cache_spec.block_size),

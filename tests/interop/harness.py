@@ -137,6 +137,7 @@ class Engine:
         engine = {
             "engine_id": name,
             "dp_rank": dp_rank,
+            "dp_size": 1,
             "tp_size": tp_size,
             "pp_size": 1,
             "block_size": model.block_size,

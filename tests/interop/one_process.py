@@ -94,6 +94,7 @@ def _start(
     engine = {
         "engine_id": name,
         "dp_rank": 0,
+        "dp_size": 1,
         "tp_size": 1,
         "pp_size": 1,
         "block_size": MODEL.block_size,

@@ -150,6 +150,38 @@ def test_equal_holders_share_the_reads(make_engine: MakeEngine) -> None:
     d.assert_clean()
 
 
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize("model", [MLA, Model(kv_heads=2)], ids=["mla", "gqa"])
+def test_a_large_read_is_striped_over_all_holders(
+    make_engine: MakeEngine, model: Model, transport: str
+) -> None:
+    p = make_engine("p", model, 4, producer=True, settings={"transport": transport})
+    striped = {"transport": transport, "stripe_bytes_min": 1}
+    d = make_engine("d", model, 2, producer=False, settings=striped)
+    load = d.loaded(d.decode(p.prefill(tokens(60))))
+    assert load.ok, load.text
+    # Each rank's heads are on all four ranks with a latent, on two of them with two heads.
+    assert load.sources == ([{0, 1, 2, 3}] * 2 if model is MLA else [{0, 1}, {2, 3}])
+    # A read of one block cannot be split.
+    assert [len(ranks) for ranks in d.loaded(d.decode(p.prefill(tokens(4, 1)))).sources] == [1, 1]
+    d.check_bytes()
+    for engine in (p, d):
+        engine.assert_clean()
+
+
+def test_round_robin_takes_the_holders_in_turn(make_engine: MakeEngine) -> None:
+    """RFC #46107: one decode worker, MLA, prefill with one DP and several TP ranks."""
+    p = make_engine("p", MLA, 4, producer=True)
+    d = make_engine("d", MLA, 1, producer=False, settings={"source_policy": "round_robin"})
+    turns = []
+    for salt in range(8):
+        load = d.loaded(d.decode(p.prefill(tokens(9, salt))))
+        assert load.ok, load.text
+        turns.append(load.sources)
+    assert turns == [[{rank}] for rank in [0, 1, 2, 3, 0, 1, 2, 3]]
+    d.check_bytes()
+
+
 def test_unequal_opaque_pages_are_refused_by_layer(make_engine: MakeEngine) -> None:
     """Handshake fields that hide a difference do not make wrong bytes of it."""
     p = make_engine("p", GQA, 1, producer=True)

@@ -147,6 +147,7 @@ def worker_options() -> str:
     engine = {
         "engine_id": "e",
         "dp_rank": 0,
+        "dp_size": 1,
         "tp_size": 1,
         "pp_size": 1,
         "block_size": N,

@@ -116,6 +116,9 @@ pub(crate) struct Args {
     /// Which of several equal holders is read; fixed draws transfer ids that all lead to the first
     #[arg(long, value_enum, default_value_t = Policy::Hash)]
     policy: Policy,
+    /// Reads of at least so many bytes are split over up to 8 holders of the same heads; 0: never
+    #[arg(long, value_name = "BYTES", default_value_t = 0)]
+    stripe_bytes_min: u64,
     /// Print JSON only
     #[arg(long)]
     json: bool,
@@ -137,6 +140,8 @@ enum Policy {
     Hash,
     /// Always the first
     Fixed,
+    /// As RFC #46107: in turn behind its gate, elsewhere always the same one
+    RoundRobin,
 }
 
 /// Named topologies.

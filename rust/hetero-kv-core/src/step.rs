@@ -89,13 +89,24 @@ pub struct LoadOrder {
     pub lease: LeaseRef,
     /// Time left to the reader, in milliseconds from when the worker gets this.
     pub deadline_ms: u64,
-    /// Weights of the source ranks by tp rank; empty when all weigh the same. Decided once per
-    /// transfer, so that every rank, stage and host chooses alike.
-    pub weights: Vec<u16>,
+    /// Which of several equal holders.
+    pub choice: SourceChoice,
+    /// Index in the sequence of the first block listed.
+    pub first_block: u32,
     /// Source blocks, index by index those of `dest_blocks`.
     pub source_blocks: Vec<BlockId>,
     /// Blocks of this engine.
     pub dest_blocks: Vec<BlockId>,
+}
+
+/// What the choice among equal holders depends on, beside the transfer's id. Decided once per
+/// transfer, so that every rank, stage and host chooses alike, and a log line replays it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceChoice {
+    /// Weights of the source ranks by tp rank; empty when all weigh the same.
+    pub weights: Vec<u16>,
+    /// With the policy `round_robin`: how many transfers came from this engine before.
+    pub sequence: Option<u64>,
 }
 
 /// Fail one request without a read.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use hetero_kv_core::consumer::ConsumerOptions;
 use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 use hetero_kv_core::layout::{CompatFields, KvHeads};
+use hetero_kv_core::plan::{SourcePolicy, Striping};
 use hetero_kv_core::producer::LeaseTimes;
 use hetero_kv_core::wire::message::EngineIdentity;
 use hetero_kv_transport::net::listen::ListenAddress;
@@ -35,6 +36,9 @@ pub(crate) struct Settings {
     pub(crate) peer_silence_s: f64,
     pub(crate) quiesce_timeout_s: f64,
     pub(crate) lease_slots: u32,
+    pub(crate) source_policy: SourcePolicy,
+    pub(crate) stripe_bytes_min: u64,
+    pub(crate) stripe_sources_max: u32,
 }
 
 /// An engine, from vLLM's configuration.
@@ -43,6 +47,7 @@ pub(crate) struct Settings {
 pub(crate) struct Engine {
     pub(crate) engine_id: EngineId,
     pub(crate) dp_rank: u32,
+    pub(crate) dp_size: u32,
     pub(crate) tp_size: u32,
     pub(crate) pp_size: u32,
     pub(crate) block_size: u32,
@@ -109,6 +114,17 @@ impl Settings {
             heartbeat: seconds(self.heartbeat_s),
             peer_silence: seconds(self.peer_silence_s),
             backoff: Duration::from_millis(250),
+            source_policy: self.source_policy,
+        }
+    }
+
+    fn striping(&self) -> Striping {
+        match self.stripe_bytes_min {
+            0 => Striping::OFF,
+            bytes => Striping {
+                threshold_bytes: bytes,
+                holders_max: self.stripe_sources_max,
+            },
         }
     }
 
@@ -136,6 +152,7 @@ impl Engine {
             dp_rank: DpRank(self.dp_rank),
             tp_size: self.tp_size,
             pp_size: self.pp_size,
+            dp_size: self.dp_size,
         }
     }
 }
@@ -173,6 +190,8 @@ impl WorkerStart {
             lease_slots: settings.lease_slots,
             offer_process: settings.offers("process"),
             offer_tcp: settings.offers("tcp"),
+            block_size: self.engine.block_size,
+            striping: settings.striping(),
         }
     }
 }

@@ -232,6 +232,7 @@ impl World {
             dp_rank: DpRank(u32::try_from(d).unwrap_or(0)),
             tp_size: tp,
             pp_size: 1,
+            dp_size: 1,
         };
         let ranks = (0..tp)
             .map(|rank| {

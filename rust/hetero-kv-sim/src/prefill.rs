@@ -159,6 +159,7 @@ impl World {
             dp_rank: DpRank(u32::try_from(p).unwrap_or(0)),
             tp_size: tp,
             pp_size: 1,
+            dp_size: 1,
         };
         let slots = self.scenario.lease_slots;
         let mut ranks = Vec::new();

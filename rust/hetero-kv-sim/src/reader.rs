@@ -111,7 +111,7 @@ fn plan(
 ) -> Option<Vec<Piece>> {
     let pairing = Pairing::new(layout.from.tp_size, place.tp, place.heads).ok()?;
     let rank = TpRank(u32::try_from(place.rank).ok()?);
-    let chooser = SourceChooser::weighted(order.transfer_id, order.weights.clone());
+    let chooser = SourceChooser::weighted(order.transfer_id, order.choice.weights.clone());
     let plan = pairing.rank_plan(rank, &chooser).ok()?;
     let blocks: Vec<BlockPair> = order
         .source_blocks

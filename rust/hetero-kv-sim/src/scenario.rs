@@ -10,6 +10,7 @@ use hetero_kv_core::producer::LeaseTimes;
 
 use crate::fault::Fault;
 use crate::rng::Rng;
+use hetero_kv_core::plan::SourcePolicy;
 
 /// How much trouble.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,6 +120,7 @@ impl Scenario {
                 heartbeat: Duration::from_secs(1),
                 peer_silence: Duration::from_secs(3),
                 backoff: Duration::from_millis(250),
+                source_policy: SourcePolicy::Hash,
             },
             faults,
             trouble_until,

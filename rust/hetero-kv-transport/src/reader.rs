@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use hetero_kv_core::ids::LeaseRef;
 use hetero_kv_core::memory::Run;
-use hetero_kv_core::plan::Route;
+use hetero_kv_core::plan::{PlannedRead, Route};
 use hetero_kv_core::time::Time;
 
 pub use choose::TransportChoice;
@@ -66,7 +66,7 @@ impl Default for ReaderOptions {
 }
 
 /// What to read for one prompt.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ReadJob {
     /// The caller's number; no other job that is not drained yet may have it.
     pub id: u64,
@@ -79,12 +79,43 @@ pub struct ReadJob {
 }
 
 /// What to read from one source.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ReadPiece {
     /// The source.
     pub source: Arc<Source>,
     /// The runs to copy.
-    pub runs: Vec<Run>,
+    pub runs: PieceRuns,
+}
+
+/// Runs of a piece. A list of them may be megabytes, and vLLM's thread has no time to make it.
+#[derive(Debug)]
+pub enum PieceRuns {
+    /// As they are.
+    Listed(Vec<Run>),
+    /// Made by the session's thread.
+    Planned(Box<PlannedRead>),
+}
+
+impl PieceRuns {
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Listed(runs) => runs.is_empty(),
+            Self::Planned(read) => read.bytes() == 0,
+        }
+    }
+
+    fn list(self) -> Vec<Run> {
+        match self {
+            Self::Listed(runs) => runs,
+            Self::Planned(read) => read.emit().runs,
+        }
+    }
+}
+
+impl From<Vec<Run>> for PieceRuns {
+    fn from(runs: Vec<Run>) -> Self {
+        Self::Listed(runs)
+    }
 }
 
 /// Why a job is not taken. Nothing of it was started.

@@ -13,6 +13,7 @@ use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 use hetero_kv_core::wire::message::EngineIdentity;
 
 use crate::net::listen::ListenAddress;
+use hetero_kv_core::plan::SourcePolicy;
 
 /// Longest wait for something that has to come; only a hang uses it up.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -32,6 +33,7 @@ pub(crate) fn identity(name: &str, incarnation: u64) -> EngineIdentity {
         dp_rank: DpRank(0),
         tp_size: 1,
         pp_size: 1,
+        dp_size: 1,
     }
 }
 
@@ -64,6 +66,7 @@ pub(crate) fn consumer_options() -> ConsumerOptions {
         heartbeat: Duration::from_secs(5),
         peer_silence: Duration::from_secs(15),
         backoff: Duration::from_millis(250),
+        source_policy: SourcePolicy::Hash,
     }
 }
 

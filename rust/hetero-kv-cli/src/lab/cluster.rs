@@ -6,18 +6,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use hetero_kv_core::plan::EngineShape;
+use hetero_kv_core::plan::{EngineShape, SourcePolicy};
 use rustix::process::{
     Pid, Signal, WaitOptions, getpid, kill_process, kill_process_group, set_child_subreaper, wait,
 };
 
-use super::PATIENCE;
 use super::config::Plan;
 use super::fault::{Fault, Kind, Role};
 use super::host;
 use super::ipc::{self, EngineConfig, FromEngine, RankProcess, ToEngine};
 use super::model::mix;
 use super::relay::ControlRelay;
+use super::{PATIENCE, Policy};
 
 /// Slots of a lease page at least; more where more requests are under way.
 const LEASE_SLOTS_MIN: u32 = 1024;
@@ -376,6 +376,7 @@ fn engine_config(
         engine_id: format!("lab-{letter}{instance}_dp{dp}"),
         role,
         dp,
+        dp_size: shape.dp,
         tp_size: shape.tp,
         pp_size: shape.pp,
         model: plan.model,
@@ -387,6 +388,11 @@ fn engine_config(
         lease_ms: plan.lease_ms,
         lease_slots: LEASE_SLOTS_MIN.max(u32::try_from(plan.concurrency * 2).unwrap_or(u32::MAX)),
         port: None,
+        source_policy: match plan.policy {
+            Policy::RoundRobin => SourcePolicy::RoundRobin,
+            Policy::Hash | Policy::Fixed => SourcePolicy::Hash,
+        },
+        stripe_bytes_min: plan.stripe_bytes_min,
         recompute: plan.recompute,
         limited,
         seed: mix(plan.seed ^ (letter as u64) << 48 ^ u64::from(instance) << 24 ^ u64::from(dp)),

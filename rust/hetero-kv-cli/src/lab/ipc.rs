@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 
 use hetero_kv_core::ids::{TpRank, TransferId};
+use hetero_kv_core::plan::SourcePolicy;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +24,7 @@ pub(super) struct EngineConfig {
     pub(super) engine_id: String,
     pub(super) role: Role,
     pub(super) dp: u32,
+    pub(super) dp_size: u32,
     pub(super) tp_size: u32,
     pub(super) pp_size: u32,
     pub(super) model: Model,
@@ -32,6 +34,9 @@ pub(super) struct EngineConfig {
     pub(super) lease_slots: u32,
     /// Where the control listener was before a restart.
     pub(super) port: Option<u16>,
+    pub(super) source_policy: SourcePolicy,
+    /// 0: no read is striped.
+    pub(super) stripe_bytes_min: u64,
     /// What vLLM's `kv_load_failure_policy` says.
     pub(super) recompute: bool,
     /// Ranks whose data goes through a relay that can be slowed.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use hetero_kv_core::ids::{DpRank, EngineId, PpRank, TpRank};
+use hetero_kv_core::plan::Striping;
 use hetero_kv_core::step::{PeerCard, StepOrders};
 use hetero_kv_core::wire::card::TcpEndpoint;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
@@ -23,6 +24,9 @@ use super::ipc::{
 use super::memory::{KvMemory, Tag};
 use super::model::Geometry;
 use super::relay::{self, Limiter};
+
+/// As the connector's default.
+const STRIPE_HOLDERS_MAX: u32 = 8;
 
 /// Longest wait for reads to end when the engine stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -101,6 +105,14 @@ impl Rank {
             lease_slots: engine.lease_slots,
             offer_process: engine.transport == Transport::Process,
             offer_tcp: engine.transport == Transport::Tcp,
+            block_size: engine.model.block_size,
+            striping: match engine.stripe_bytes_min {
+                0 => Striping::OFF,
+                threshold_bytes => Striping {
+                    threshold_bytes,
+                    holders_max: STRIPE_HOLDERS_MAX,
+                },
+            },
         };
         let side = WorkerSide::start_on(memory.words(), place, memory.cache()?, options)
             .context("worker side")?;

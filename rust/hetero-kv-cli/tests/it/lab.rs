@@ -65,6 +65,16 @@ fn pairs_of_unlike_layouts_are_exact() {
             MLA,
             "--transport tcp",
         ),
+        (
+            "--prefill dp=1,tp=4 --decode dp=2,tp=1",
+            MLA,
+            "--policy round-robin",
+        ),
+        (
+            "--prefill dp=1,tp=4 --decode dp=1,tp=2",
+            "--kv gqa:2:16",
+            "--stripe-bytes-min 1 --transport tcp",
+        ),
     ] {
         let found = lab(&format!(
             "{shapes} {kv} {more} --requests 40 --concurrency 8"

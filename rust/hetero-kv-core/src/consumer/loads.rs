@@ -6,7 +6,8 @@ use super::transfer::{Claiming, Phase, Request};
 use super::{Consumer, FAILURE_FIELDS_MAX, millis_left};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{BlockId, TransferId};
-use crate::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId};
+use crate::plan::SourcePolicy;
+use crate::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, SourceChoice};
 use crate::time::Time;
 
 impl Consumer {
@@ -80,7 +81,9 @@ impl Consumer {
                     transfer_id: id,
                     lease: *fence,
                     deadline_ms: millis_left(now, (*deadline).min(until)),
-                    weights: Vec::new(),
+                    choice: SourceChoice::default(),
+                    // Both count blocks of one sequence, whose tokens are below 2^32.
+                    first_block: u32::try_from(first).unwrap_or(u32::MAX),
                     source_blocks: source.to_vec(),
                     dest_blocks: std::mem::take(dest_blocks),
                 };
@@ -90,8 +93,8 @@ impl Consumer {
                 };
                 self.counts.loads += 1;
                 self.announce(peer);
-                let weights = self.weights(now, id);
-                self.orders.loads.push(LoadOrder { weights, ..order });
+                let choice = self.choice(now, id);
+                self.orders.loads.push(LoadOrder { choice, ..order });
             }
         }
     }
@@ -127,20 +130,26 @@ impl Consumer {
             .retain(|extension| extension.deadline_ms > 0);
     }
 
-    /// Of the transfer's source ranks. Every rank of this engine uses the same ones, for every
-    /// sibling, so that a log line replays the choice.
-    fn weights(&mut self, now: Time, id: TransferId) -> Vec<u16> {
+    /// Every rank of this engine uses the same one, for every sibling.
+    fn choice(&mut self, now: Time, id: TransferId) -> SourceChoice {
         let Some(transfer) = self.transfers.get_mut(&id) else {
-            return Vec::new();
+            return SourceChoice::default();
         };
-        let peers = &self.peers;
-        transfer
-            .weights
-            .get_or_insert_with(|| match peers.get(&transfer.peer) {
-                Some(peer) => peer.health.weights(now, transfer.params.tp_size),
-                None => Vec::new(),
-            })
-            .clone()
+        if let Some(choice) = &transfer.choice {
+            return choice.clone();
+        }
+        let Some(peer) = self.peers.get_mut(&transfer.peer) else {
+            return SourceChoice::default();
+        };
+        let choice = SourceChoice {
+            weights: peer.health.weights(now, transfer.params.tp_size),
+            sequence: match self.options.source_policy {
+                SourcePolicy::Hash => None,
+                SourcePolicy::RoundRobin => Some(peer.transfers),
+            },
+        };
+        peer.transfers += 1;
+        transfer.choice.insert(choice).clone()
     }
 
     pub(super) fn announce(&mut self, peer_id: PeerId) {

@@ -27,6 +27,7 @@ use transfer::{Claiming, Phase, Request, Transfer};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::TransferId;
 use crate::layout::{CompatFields, KvHeads};
+use crate::plan::SourcePolicy;
 use crate::step::{PeerId, StepOrders};
 use crate::time::Time;
 use crate::wire::message::{EngineIdentity, Message};
@@ -56,6 +57,8 @@ pub struct ConsumerOptions {
     pub peer_silence: Duration,
     /// After the first failed attempt; doubles up to [`BACKOFF_MAX`].
     pub backoff: Duration,
+    /// Which of several equal holders is read.
+    pub source_policy: SourcePolicy,
 }
 
 /// How long a transfer whose id came with another prompt waits for the right one. A router that

@@ -58,6 +58,8 @@ pub(super) struct Peer {
     pub(super) announced: bool,
     /// Last use by a request, for eviction.
     pub(super) used_at: Time,
+    /// Transfers that were ordered from it.
+    pub(super) transfers: u64,
     /// Of its ranks as sources.
     pub(super) health: Health,
 }
@@ -74,6 +76,7 @@ impl Peer {
             failures: 0,
             announced: false,
             used_at: now,
+            transfers: 0,
             health: Health::default(),
         }
     }

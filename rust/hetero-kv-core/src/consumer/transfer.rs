@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::failure::Failure;
 use crate::ids::{BlockId, LeaseRef, TransferId};
-use crate::step::PeerId;
+use crate::step::{PeerId, SourceChoice};
 use crate::time::Time;
 use crate::wire::params::RemotePrefill;
 
@@ -47,8 +47,8 @@ pub(super) struct Transfer {
     pub(super) siblings: BTreeSet<String>,
     /// Whether a sibling has read everything it needed.
     pub(super) read: bool,
-    /// Weights of the sources, decided with the first load and equal for all siblings.
-    pub(super) weights: Option<Vec<u16>>,
+    /// Decided with the first load, and the same for all siblings.
+    pub(super) choice: Option<SourceChoice>,
     /// With no sibling left: when to settle with the holder.
     pub(super) linger_until: Option<Time>,
 }
@@ -62,7 +62,7 @@ impl Transfer {
             claiming: Claiming::Waiting,
             siblings: BTreeSet::new(),
             read: false,
-            weights: None,
+            choice: None,
             linger_until: None,
         }
     }

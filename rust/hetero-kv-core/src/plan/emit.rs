@@ -6,10 +6,19 @@ use crate::memory::Run;
 
 /// Runs of these pieces over spans of so many tokens each, before any merge.
 pub(super) fn count(pieces: &[Piece], lengths: &[(u32, u64)]) -> u64 {
+    sum(pieces, lengths, Piece::runs)
+}
+
+/// Bytes of these pieces over spans of so many tokens each.
+pub(super) fn count_bytes(pieces: &[Piece], lengths: &[(u32, u64)]) -> u64 {
+    sum(pieces, lengths, Piece::span_bytes)
+}
+
+fn sum(pieces: &[Piece], lengths: &[(u32, u64)], of: impl Fn(&Piece, u32) -> u64) -> u64 {
     let one_span = |tokens: u32| {
         pieces
             .iter()
-            .map(|piece| piece.runs(tokens))
+            .map(|piece| of(piece, tokens))
             .fold(0, u64::saturating_add)
     };
     lengths

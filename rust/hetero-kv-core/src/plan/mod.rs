@@ -32,7 +32,7 @@ pub use spans::GroupBlocks;
 pub use stages::{LayerRange, StagesError, stage_layers};
 pub use stripe::Striping;
 pub use transfer::Transfer;
-pub use transfer_plan::{Read, TransferPlan};
+pub use transfer_plan::{PlannedRead, Read, TransferOutline, TransferPlan};
 
 #[cfg(test)]
 mod tests;

@@ -102,6 +102,18 @@ impl Piece {
         }
     }
 
+    /// Bytes of one span of so many tokens.
+    pub(super) fn span_bytes(&self, tokens: u32) -> u64 {
+        let steps = if self.is_whole(tokens) {
+            self.inner.steps
+        } else {
+            tokens
+        };
+        self.bytes
+            .saturating_mul(steps.into())
+            .saturating_mul(self.heads.steps.into())
+    }
+
     /// Calls `emit` with where the walk over a span begins on both sides, and the walk.
     pub(super) fn at(&self, span: &Span, emit: impl FnOnce(u64, u64, &Walk)) {
         let mut source = self.source.offset + u64::from(span.source.0) * self.source.block_stride;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{RankPlan, TransferPlan};
+use super::{RankPlan, TransferOutline, TransferPlan};
 use crate::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 
 /// The engine that ran the prefill, as its response names it.
@@ -61,13 +61,7 @@ impl RankPlan {
     pub fn routes(&self, owner: &Owner, pp_rank: PpRank) -> Vec<Route> {
         self.sources
             .iter()
-            .map(|source| Route {
-                engine: owner.engine.clone(),
-                incarnation: owner.incarnation,
-                dp_rank: owner.dp_rank,
-                tp_rank: source.tp_rank,
-                pp_rank,
-            })
+            .map(|source| route(owner, pp_rank, source.tp_rank))
             .collect()
     }
 }
@@ -77,13 +71,27 @@ impl TransferPlan {
     pub fn routes(&self, owner: &Owner) -> Vec<Route> {
         self.reads
             .iter()
-            .map(|read| Route {
-                engine: owner.engine.clone(),
-                incarnation: owner.incarnation,
-                dp_rank: owner.dp_rank,
-                tp_rank: read.tp_rank,
-                pp_rank: read.pp_rank,
-            })
+            .map(|read| route(owner, read.pp_rank, read.tp_rank))
             .collect()
+    }
+}
+
+impl TransferOutline {
+    /// The routes of this plan's reads, in the order of [`TransferOutline::reads`].
+    pub fn routes(&self, owner: &Owner) -> Vec<Route> {
+        self.reads
+            .iter()
+            .map(|read| route(owner, read.pp_rank(), read.tp_rank()))
+            .collect()
+    }
+}
+
+fn route(owner: &Owner, pp_rank: PpRank, tp_rank: TpRank) -> Route {
+    Route {
+        engine: owner.engine.clone(),
+        incarnation: owner.incarnation,
+        dp_rank: owner.dp_rank,
+        tp_rank,
+        pp_rank,
     }
 }

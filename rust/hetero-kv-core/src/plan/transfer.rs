@@ -2,16 +2,16 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
+use std::sync::Arc;
 
-use super::emit::{count, emit};
+use super::emit::count;
 use super::error::{PlanError, Side};
 use super::expand::{check_block, check_heads, check_runs};
 use super::pairing::HeadGroup;
 use super::pieces::{BlockSizes, Heads, Piece, is_opaque, layer_pieces};
 use super::spans::{GroupBlocks, Spans, cut};
 use super::stripe::{Stripe, Striping, stripes};
-use super::transfer_plan::{Read, TransferPlan};
+use super::transfer_plan::{PlannedRead, Read, TransferOutline, TransferPlan};
 use super::{Pairing, SourceChooser, TokenRange};
 use crate::ids::{PpRank, TpRank};
 use crate::layout::{HeadRange, LayerCache, RankCache};
@@ -48,14 +48,8 @@ type StagedLayers<'a> = BTreeMap<&'a str, (PpRank, &'a LayerCache)>;
 
 /// The lists of blocks of two groups, cut into one another.
 struct GroupPair {
-    spans: Rc<Spans>,
+    spans: Arc<Spans>,
     sizes: BlockSizes,
-}
-
-/// A read before its runs are made: its pieces, by the blocks that they are walked over.
-struct Planned {
-    read: Read,
-    work: Vec<(Rc<Spans>, Vec<Piece>)>,
 }
 
 /// What is put together over the heads of one consumer rank.
@@ -63,7 +57,7 @@ struct Planned {
 struct Parts {
     groups: BTreeMap<(u32, u32), GroupPair>,
     release: BTreeSet<(PpRank, TpRank)>,
-    planned: Vec<Planned>,
+    planned: Vec<PlannedRead>,
 }
 
 impl<'a> Transfer<'a> {
@@ -77,6 +71,19 @@ impl<'a> Transfer<'a> {
     /// # Errors
     /// [`PlanError`] names the rank, layer, group, block or field that does not fit, and both values.
     pub fn plan(&self) -> Result<TransferPlan, PlanError> {
+        let outline = self.outline()?;
+        Ok(TransferPlan {
+            tp_rank: outline.tp_rank,
+            reads: outline.reads.into_iter().map(PlannedRead::emit).collect(),
+            release: outline.release,
+        })
+    }
+
+    /// As [`Transfer::plan`], without the lists of runs.
+    ///
+    /// # Errors
+    /// As [`Transfer::plan`].
+    pub fn outline(&self) -> Result<TransferOutline, PlanError> {
         if self.tokens.first > self.tokens.past_last {
             return Err(PlanError::Tokens {
                 first: self.tokens.first,
@@ -97,16 +104,10 @@ impl<'a> Transfer<'a> {
             .map(|(spans, pieces)| count(pieces, &spans.lengths))
             .fold(0, u64::saturating_add);
         check_runs(runs)?;
-        let reads = parts.planned.into_iter().filter_map(|planned| {
-            let mut read = planned.read;
-            for (spans, pieces) in &planned.work {
-                emit(&mut read.runs, pieces, &spans.spans);
-            }
-            (!read.runs.is_empty()).then_some(read)
-        });
-        Ok(TransferPlan {
+        parts.planned.retain(|planned| planned.bytes() > 0);
+        Ok(TransferOutline {
             tp_rank: self.tp_rank,
-            reads: reads.collect(),
+            reads: parts.planned,
             release: parts.release.into_iter().collect(),
         })
     }
@@ -274,15 +275,15 @@ impl<'a> Transfer<'a> {
             pieces.sort_by_key(|piece| (piece.dest.region, piece.dest.offset));
             let whole = &parts.groups[&key].spans;
             let spans = if alone {
-                Rc::clone(whole)
+                Arc::clone(whole)
             } else {
-                Rc::new(whole.beginning_in(read.tokens))
+                Arc::new(whole.beginning_in(read.tokens))
             };
             check_block(side, cache, spans.last_source())?;
             check_block(Side::Consumer(self.tp_rank), self.local, spans.last_dest())?;
             work.push((spans, pieces));
         }
-        parts.planned.push(Planned { read, work });
+        parts.planned.push(PlannedRead { read, work });
         Ok(())
     }
 
@@ -310,7 +311,7 @@ impl<'a> Transfer<'a> {
                 let target = find("consumer", self.dest_groups, dest.group)?;
                 let (spans, sizes) = cut(self.tokens, source, target, key)?;
                 Ok(new.insert(GroupPair {
-                    spans: Rc::new(spans),
+                    spans: Arc::new(spans),
                     sizes,
                 }))
             }

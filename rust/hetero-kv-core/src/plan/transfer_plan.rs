@@ -1,5 +1,11 @@
 //! What one consumer rank reads from whom.
 
+use std::fmt;
+use std::sync::Arc;
+
+use super::emit::{count_bytes, emit};
+use super::pieces::Piece;
+use super::spans::Spans;
 use super::{LayerRange, Region, TokenRange};
 use crate::ids::{PpRank, TpRank};
 use crate::layout::HeadRange;
@@ -35,6 +41,72 @@ pub struct Read {
     pub layers: Vec<u32>,
     /// Which bytes.
     pub runs: Vec<Run>,
+}
+
+/// A plan whose lists of runs are not made yet. It is small where the lists are megabytes, and each
+/// can be made where it is used. Only [`super::Transfer::outline`] makes one.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct TransferOutline {
+    /// The consumer rank.
+    pub tp_rank: TpRank,
+    /// As [`TransferPlan::reads`].
+    pub reads: Vec<PlannedRead>,
+    /// As [`TransferPlan::release`].
+    pub release: Vec<(PpRank, TpRank)>,
+}
+
+/// A [`Read`] before its runs are made.
+pub struct PlannedRead {
+    pub(super) read: Read,
+    /// Its pieces, by the blocks that they are walked over.
+    pub(super) work: Vec<(Arc<Spans>, Vec<Piece>)>,
+}
+
+impl TransferOutline {
+    /// As [`TransferPlan::bytes`].
+    pub fn bytes(&self) -> u64 {
+        self.reads
+            .iter()
+            .map(PlannedRead::bytes)
+            .fold(0, u64::saturating_add)
+    }
+}
+
+impl PlannedRead {
+    /// Its stage.
+    pub fn pp_rank(&self) -> PpRank {
+        self.read.pp_rank
+    }
+
+    /// Its place in the stage's group.
+    pub fn tp_rank(&self) -> TpRank {
+        self.read.tp_rank
+    }
+
+    /// As [`Read::bytes`].
+    pub fn bytes(&self) -> u64 {
+        self.work
+            .iter()
+            .map(|(spans, pieces)| count_bytes(pieces, &spans.lengths))
+            .fold(0, u64::saturating_add)
+    }
+
+    /// Makes the runs.
+    pub fn emit(mut self) -> Read {
+        for (spans, pieces) in &self.work {
+            emit(&mut self.read.runs, pieces, &spans.spans);
+        }
+        self.read
+    }
+}
+
+impl fmt::Debug for PlannedRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PlannedRead")
+            .field("read", &self.read)
+            .finish_non_exhaustive()
+    }
 }
 
 impl TransferPlan {

@@ -17,6 +17,7 @@ use crate::digest::PromptHasher;
 use crate::ids::{DpRank, EngineId, Incarnation, PpRank, PromptDigest, TpRank, TransferId};
 use crate::layout::{CompatFields, KvHeads, LayerCache, Part, RankCache};
 use crate::memory::MemoryRegion;
+use crate::plan::SourcePolicy;
 use crate::producer::LeaseTimes;
 use crate::time::Time;
 use crate::wire::card::{Endpoints, TcpEndpoint, WorkerCard};
@@ -58,6 +59,7 @@ pub(crate) fn options() -> ConsumerOptions {
         heartbeat: secs(5),
         peer_silence: secs(15),
         backoff: ms(250),
+        source_policy: SourcePolicy::Hash,
     }
 }
 
@@ -84,6 +86,7 @@ pub(crate) fn identity(engine: &str, incarnation: u64, tp_size: u32) -> EngineId
         dp_rank: DpRank(0),
         tp_size,
         pp_size: 1,
+        dp_size: 1,
     }
 }
 

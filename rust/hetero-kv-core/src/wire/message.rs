@@ -38,6 +38,19 @@ pub struct EngineIdentity {
     pub tp_size: u32,
     /// Stages in the pipeline.
     pub pp_size: u32,
+    /// Data parallel ranks of its instance, for the RFC's round robin alone.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub dp_size: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+// The form that serde asks for.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 /// First frame of the dialer. Decoded before anything else is, so it keeps its shape over wire

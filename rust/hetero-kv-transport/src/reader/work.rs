@@ -1,14 +1,13 @@
 //! A job's piece on its way through one session: what is posted and what is to be posted.
 
-use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
 use hetero_kv_core::memory::Run;
 use hetero_kv_core::wire::data::FETCH_BYTES_MAX;
 
-use super::ReadPiece;
 use super::job::{Job, SourceRead};
+use super::{PieceRuns, ReadPiece};
 use crate::error::ReadFailureKind;
 use crate::memory::{LocalMemory, OutOfBounds, span_in};
 use crate::transport::{Capabilities, Source, TransportName};
@@ -17,8 +16,8 @@ use crate::transport::{Capabilities, Source, TransportName};
 pub(super) struct Piece {
     pub(super) job: Arc<Job>,
     pub(super) source: Arc<Source>,
-    /// As submitted; empty once they are checked.
-    unchecked: Vec<Run>,
+    /// As submitted; `None` once they are checked.
+    unchecked: Option<PieceRuns>,
     /// Inside the memory of both sides, merged, and cut so that each fits a batch of any transport.
     pub(super) runs: Arc<[Run]>,
     /// First run that is not posted. Batches complete in order, so those in flight lie right
@@ -37,7 +36,7 @@ impl Piece {
         Self {
             job,
             source: piece.source,
-            unchecked: piece.runs,
+            unchecked: Some(piece.runs),
             runs: Arc::default(),
             next: 0,
             in_flight: 0,
@@ -50,7 +49,7 @@ impl Piece {
     /// Checks the runs against the memory of both sides and prepares them for posting.
     pub(super) fn prepare(&mut self, memory: &LocalMemory) -> Result<(), String> {
         let names = |side| move |error: OutOfBounds| format!("{side}: {error}");
-        let runs = mem::take(&mut self.unchecked);
+        let runs = self.unchecked.take().map_or_else(Vec::new, PieceRuns::list);
         for run in &runs {
             span_in(
                 &self.source.regions,
@@ -69,7 +68,7 @@ impl Piece {
 
     /// Whether every run has arrived.
     pub(super) fn complete(&self) -> bool {
-        self.unchecked.is_empty() && self.in_flight == 0 && !self.has_more()
+        self.unchecked.is_none() && self.in_flight == 0 && !self.has_more()
     }
 
     /// Whether there is something to post.

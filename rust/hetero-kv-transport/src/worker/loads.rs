@@ -5,19 +5,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hetero_kv_core::failure::{Failure, FailureReason};
-use hetero_kv_core::ids::{BlockId, EngineId, TpRank, TransferId};
-use hetero_kv_core::layout::RankCache;
+use hetero_kv_core::ids::{BlockId, EngineId, PpRank, TpRank, TransferId};
+use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::plan::{
-    BlockPair, Owner, Pairing, Route, SourceChooser, expand, planned_bytes,
+    GroupBlocks, Owner, Pairing, RoundRobinGate, Route, SourceChooser, Striping, Transfer,
 };
 use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::WorkerCard;
-use hetero_kv_core::wire::message::Layout;
+use hetero_kv_core::wire::message::{EngineIdentity, Layout};
 
 use super::{LoadReport, SourceRead, WorkerPlace};
 use crate::error::ReadFailureKind;
-use crate::reader::{JobDone, ReadFailure, ReadJob, ReadPiece, Reader};
+use crate::reader::{JobDone, PieceRuns, ReadFailure, ReadJob, ReadPiece, Reader};
 use crate::transport::{Source, TransportName};
 
 /// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
@@ -26,6 +26,9 @@ const PEERS_KEPT_MAX: usize = 2 * hetero_kv_core::consumer::PEERS_MAX;
 
 pub(super) struct ConsumerRank {
     pub(super) reader: Reader,
+    /// Tokens of a block.
+    block_size: u32,
+    striping: Striping,
     peers: BTreeMap<PeerId, KnownPeer>,
     /// Counts uses of peers, to tell the one used longest ago.
     uses: u64,
@@ -51,9 +54,11 @@ pub(super) struct Load {
 }
 
 impl ConsumerRank {
-    pub(super) fn new(reader: Reader) -> Self {
+    pub(super) fn new(reader: Reader, block_size: u32, striping: Striping) -> Self {
         Self {
             reader,
+            block_size,
+            striping,
             peers: BTreeMap::new(),
             uses: 0,
             loads: BTreeMap::new(),
@@ -119,49 +124,55 @@ impl ConsumerRank {
         }
         let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
             .map_err(|error| refuse(error.to_string()))?;
-        let chooser = SourceChooser::weighted(order.transfer_id, order.weights.clone());
-        let plan = pairing
-            .rank_plan(place.tp_rank, &chooser)
-            .map_err(|error| refuse(error.to_string()))?;
-        let blocks: Vec<BlockPair> = order
-            .source_blocks
-            .iter()
-            .zip(&order.dest_blocks)
-            .map(|(source, dest)| BlockPair {
-                source: *source,
-                dest: *dest,
-            })
-            .collect();
-        let stage: BTreeMap<TpRank, &WorkerCard> = layout
+        let chooser = chooser(place, &layout.from, order);
+        let workers: BTreeMap<(PpRank, TpRank), &WorkerCard> = layout
             .workers
             .iter()
-            .filter(|worker| worker.pp_rank == place.pp_rank)
-            .map(|worker| (worker.tp_rank, worker))
+            .map(|worker| ((worker.pp_rank, worker.tp_rank), worker))
             .collect();
-        let caches: Vec<(TpRank, &RankCache)> = stage
+        let remote: Vec<(PpRank, TpRank, &RankCache)> = workers
             .iter()
-            .map(|(tp_rank, worker)| (*tp_rank, &worker.cache))
+            .map(|((pp_rank, tp_rank), worker)| (*pp_rank, *tp_rank, &worker.cache))
             .collect();
-        let runs =
-            expand(&plan, cache, &caches, &blocks).map_err(|error| refuse(error.to_string()))?;
+        let group = |blocks| GroupBlocks {
+            block_tokens: self.block_size,
+            first_index: order.first_block,
+            blocks,
+        };
+        let dest = group(&order.dest_blocks);
+        let outline = Transfer {
+            pairing: &pairing,
+            tp_rank: place.tp_rank,
+            consumer_stages: 1,
+            chooser: &chooser,
+            striping: self.striping,
+            local: cache,
+            remote: &remote,
+            // Blocks move whole: what lies behind the prompt's last token is nobody's.
+            tokens: dest.tokens(),
+            source_groups: &[group(&order.source_blocks)],
+            dest_groups: &[dest],
+        }
+        .outline()
+        .map_err(|error| refuse(error.to_string()))?;
         let owner = Owner {
             engine: layout.from.engine.clone(),
             incarnation: layout.from.incarnation,
             dp_rank: layout.from.dp_rank,
         };
-        let mut pieces = Vec::new();
-        for (route, (tp_rank, runs)) in plan.routes(&owner, place.pp_rank).into_iter().zip(runs) {
-            let worker = stage
-                .get(&tp_rank)
-                .filter(|_| route.tp_rank() == tp_rank)
-                .ok_or_else(|| refuse(format!("no card of source tp_rank {tp_rank}")))?;
+        let planned_bytes = outline.bytes();
+        let mut pieces = Vec::with_capacity(outline.reads.len());
+        for (route, read) in outline.routes(&owner).into_iter().zip(outline.reads) {
+            let worker = workers
+                .get(&(route.pp_rank(), route.tp_rank()))
+                .ok_or_else(|| refuse(format!("no card of source tp_rank {}", route.tp_rank())))?;
             pieces.push(ReadPiece {
                 source: Arc::new(Source {
                     route,
                     endpoints: worker.endpoints.clone(),
                     regions: worker.cache.regions().to_vec(),
                 }),
-                runs,
+                runs: PieceRuns::Planned(Box::new(read)),
             });
         }
         let id = self.next_job;
@@ -171,7 +182,7 @@ impl ConsumerRank {
             transfer_id: order.transfer_id,
             engine: owner.engine,
             dest_blocks: order.dest_blocks.clone(),
-            planned_bytes: planned_bytes(&plan, cache, blocks.len() as u64),
+            planned_bytes,
             cancelled: None,
         };
         let job = ReadJob {
@@ -219,6 +230,21 @@ impl ConsumerRank {
             elapsed: done.elapsed,
         })
     }
+}
+
+/// How equal holders are chosen among, as the scheduler side ordered it.
+fn chooser(place: &WorkerPlace, owner: &EngineIdentity, order: &LoadOrder) -> SourceChooser {
+    let weights = order.choice.weights.clone();
+    let Some(sequence) = order.choice.sequence else {
+        return SourceChooser::weighted(order.transfer_id, weights);
+    };
+    let gate = RoundRobinGate {
+        decode_world_size: place.tp_size,
+        mla: place.heads == KvHeads::Latent,
+        prefill_dp: owner.dp_size,
+        prefill_tp: owner.tp_size,
+    };
+    SourceChooser::round_robin(order.transfer_id, weights, gate, place.dp_rank, sequence)
 }
 
 /// The source whose own doing the failure is: another holder of its heads may do better.

@@ -17,7 +17,7 @@ use hetero_kv_core::failure::Failure;
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::memory::MemoryRegion;
-use hetero_kv_core::plan::Owner;
+use hetero_kv_core::plan::{Owner, Striping};
 use hetero_kv_core::step::StepOrders;
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 
@@ -64,6 +64,10 @@ pub struct WorkerOptions {
     pub offer_process: bool,
     /// Whether the `tcp` endpoint is announced.
     pub offer_tcp: bool,
+    /// Tokens of a block of this engine.
+    pub block_size: u32,
+    /// When a read is split over several sources.
+    pub striping: Striping,
 }
 
 /// Why a worker side cannot start.
@@ -226,10 +230,11 @@ impl WorkerSide {
             None
         };
         let consumer = if options.roles.consumer {
-            Some(ConsumerRank::new(Reader::start(
-                Arc::clone(&memory),
-                options.reader,
-            )))
+            Some(ConsumerRank::new(
+                Reader::start(Arc::clone(&memory), options.reader),
+                options.block_size,
+                options.striping,
+            ))
         } else {
             None
         };

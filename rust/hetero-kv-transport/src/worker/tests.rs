@@ -9,8 +9,11 @@ use hetero_kv_core::failure::{Failure, FailureReason};
 use hetero_kv_core::ids::{
     BlockId, DpRank, Epoch, Incarnation, LeaseRef, PpRank, Slot, TpRank, TransferId,
 };
+use hetero_kv_core::plan::Striping;
 use hetero_kv_core::producer::ReleaseOrder;
-use hetero_kv_core::step::{CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, StepOrders};
+use hetero_kv_core::step::{
+    CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, SourceChoice, StepOrders,
+};
 use hetero_kv_core::wire::message::Layout;
 
 use super::{LoadReport, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
@@ -78,6 +81,8 @@ fn options(producer: bool, choice: TransportChoice) -> WorkerOptions {
         lease_slots: 4,
         offer_process: true,
         offer_tcp: true,
+        block_size: 16,
+        striping: Striping::OFF,
     }
 }
 
@@ -126,7 +131,8 @@ fn load(request_id: &str) -> LoadOrder {
         transfer_id: TransferId([1; 16]),
         lease: LEASE,
         deadline_ms: 20_000,
-        weights: Vec::new(),
+        choice: SourceChoice::default(),
+        first_block: 0,
         source_blocks: vec![BlockId(5), BlockId(6)],
         dest_blocks: vec![BlockId(1), BlockId(9)],
     }

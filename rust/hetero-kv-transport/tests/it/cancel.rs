@@ -151,14 +151,15 @@ fn a_failing_piece_stops_the_others(transport: TransportName) {
         pieces: vec![
             ReadPiece {
                 source: holder.via(relay.port),
-                runs: vec![whole(BYTES as u64)],
+                runs: vec![whole(BYTES as u64)].into(),
             },
             ReadPiece {
                 source: broken.source.clone(),
                 runs: vec![Run {
                     dest_offset: BYTES as u64,
                     ..whole(1 << 20)
-                }],
+                }]
+                .into(),
             },
         ],
     };

@@ -122,7 +122,7 @@ fn a_job_from_several_sources_is_done_once(transport: TransportName) {
         .collect();
     let pieces = holders.iter().zip(&runs).map(|(holder, run)| ReadPiece {
         source: holder.source.clone(),
-        runs: vec![*run],
+        runs: vec![*run].into(),
     });
     let job = ReadJob {
         id: 9,

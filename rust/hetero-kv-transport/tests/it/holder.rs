@@ -357,7 +357,7 @@ pub(crate) fn job(id: u64, source: &Arc<Source>, runs: &[Run]) -> ReadJob {
         deadline: now() + Duration::from_secs(60),
         pieces: vec![ReadPiece {
             source: Arc::clone(source),
-            runs: runs.to_vec(),
+            runs: runs.to_vec().into(),
         }],
     }
 }

@@ -40,6 +40,7 @@ pub(super) fn start(
             dp_rank: DpRank(config.dp),
             tp_size: config.tp_size,
             pp_size: config.pp_size,
+            dp_size: config.dp_size,
         },
         fields: fields.clone(),
         heads: model.heads(),
@@ -71,6 +72,7 @@ pub(super) fn start(
             heartbeat: Duration::from_secs(1),
             peer_silence: Duration::from_secs(15),
             backoff: Duration::from_millis(250),
+            source_policy: config.source_policy,
         },
     };
     if config.port.is_some()

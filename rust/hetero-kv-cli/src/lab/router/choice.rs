@@ -49,7 +49,7 @@ impl Router<'_> {
             };
             match (self.plan.policy, &pairing) {
                 (Policy::Fixed, Ok(pairing)) if first(pairing) == Some(false) => {}
-                (Policy::Fixed | Policy::Hash, _) => return id,
+                (Policy::Fixed | Policy::Hash | Policy::RoundRobin, _) => return id,
             }
         }
         TransferId(u128::from(self.draw()).to_le_bytes())

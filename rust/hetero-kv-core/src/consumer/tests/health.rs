@@ -3,7 +3,8 @@
 use super::super::health::{FORGIVEN_AFTER, Health, QUARANTINE, QUARANTINE_MAX};
 use super::*;
 use crate::ids::TpRank;
-use crate::testing::{at, ms, prompt, secs, transfer};
+use crate::plan::SourcePolicy;
+use crate::testing::{at, lease_times, ms, options, prompt, secs, transfer};
 
 const RANK: TpRank = TpRank(1);
 
@@ -51,7 +52,7 @@ fn loads_carry_weights_once_a_source_was_lost_and_siblings_carry_the_same() {
     pair.run(ms(20));
     pair.admit("d1", 0);
     let first = pair.consumers[0].take_orders(pair.now);
-    assert_eq!(first.loads[0].weights, [0_u16; 0]);
+    assert_eq!(first.loads[0].choice.weights, [0_u16; 0]);
     // Not a rank of that engine, and not a request.
     pair.consumers[0].handle_source_lost(pair.now, "d1", TpRank(4));
     pair.consumers[0].handle_source_lost(pair.now, "nobody", RANK);
@@ -63,7 +64,7 @@ fn loads_carry_weights_once_a_source_was_lost_and_siblings_carry_the_same() {
     // A sibling of a transfer that has chosen chooses alike.
     pair.admit("d2", 0);
     let second = pair.consumers[0].take_orders(pair.now);
-    assert_eq!(second.loads[0].weights, [0_u16; 0]);
+    assert_eq!(second.loads[0].choice.weights, [0_u16; 0]);
     // The next transfer avoids it, and the one after the quarantine does not.
     for (number, weights) in [(2, vec![1, 0, 1, 1]), (3, Vec::new())] {
         let (prefilled, decoded) = (format!("p{number}"), format!("e{number}"));
@@ -72,7 +73,36 @@ fn loads_carry_weights_once_a_source_was_lost_and_siblings_carry_the_same() {
         pair.run(ms(20));
         pair.admit(&decoded, 0);
         let orders = pair.consumers[0].take_orders(pair.now);
-        assert_eq!(orders.loads[0].weights, weights, "transfer {number}");
+        assert_eq!(orders.loads[0].choice.weights, weights, "transfer {number}");
         pair.run(QUARANTINE);
     }
+}
+
+/// Counted per prefill engine: one count over several would skip holders of each.
+#[test]
+fn round_robin_counts_the_transfers_of_each_prefill_engine() {
+    let options = ConsumerOptions {
+        source_policy: SourcePolicy::RoundRobin,
+        ..options()
+    };
+    let mut pair = Pair::with(4, 1, lease_times(), options);
+    let mut sequences = Vec::new();
+    for number in 1..=3 {
+        let params = pair.prefill(
+            &format!("p{number}"),
+            transfer(number),
+            prompt(number.into()),
+            40,
+        );
+        // Siblings of one transfer choose alike.
+        for sibling in ["a", "b"] {
+            let decoded = format!("{sibling}{number}");
+            pair.arrive(&decoded, &params);
+            pair.run(ms(20));
+            pair.admit(&decoded, 0);
+            let orders = pair.consumers[0].take_orders(pair.now);
+            sequences.push(orders.loads[0].choice.sequence);
+        }
+    }
+    assert_eq!(sequences, [0, 0, 1, 1, 2, 2].map(Some));
 }

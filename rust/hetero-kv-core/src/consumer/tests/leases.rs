@@ -333,7 +333,8 @@ fn the_workers_model_sees_a_deadline_that_is_too_late() {
         transfer_id: transfer(1),
         lease: granted.lease,
         deadline_ms: 9_501,
-        weights: Vec::new(),
+        choice: crate::step::SourceChoice::default(),
+        first_block: 0,
         source_blocks: vec![crate::ids::BlockId(1)],
         dest_blocks: vec![crate::ids::BlockId(2)],
     };

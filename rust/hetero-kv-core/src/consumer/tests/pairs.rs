@@ -158,6 +158,7 @@ fn an_engine_that_describes_itself_badly_is_refused() {
     let ours = || identity("prefill", 1, 2);
     let staged = EngineIdentity {
         pp_size: 2,
+        dp_size: 1,
         ..ours()
     };
     let cases = [

@@ -8,7 +8,7 @@ use super::draw::{Case, Draw, LayerDraw, any_draw, pairs_with, tokens};
 use super::world::{Engine, Rank, UNTOUCHED, heads_of, source};
 use crate::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 use crate::layout::{HeadRange, RankCache};
-use crate::plan::{LayerRange, Owner, Pairing, Region, Transfer};
+use crate::plan::{LayerRange, Owner, Pairing, PlannedRead, Read, Region, Transfer};
 
 /// Plans on every rank of the consumer, copies, and compares memory with the naive copy.
 pub(super) fn check(case: &Case) {
@@ -46,7 +46,7 @@ pub(super) fn check(case: &Case) {
         let mut copied = dest.memory.clone();
         let local = dest.cache(false);
         let bytes = dest.write(case.tokens);
-        let plan = Transfer {
+        let asked = Transfer {
             pairing: &pairing,
             tp_rank: TpRank(tp as u32),
             consumer_stages: consumer.stages.len() as u32,
@@ -57,10 +57,18 @@ pub(super) fn check(case: &Case) {
             tokens: case.tokens,
             source_groups: &source_groups,
             dest_groups: &dest_groups,
-        }
-        .plan()
-        .unwrap_or_else(|error| panic!("{error} in {case:?}"));
+        };
+        let plan = asked
+            .plan()
+            .unwrap_or_else(|error| panic!("{error} in {case:?}"));
         let routes = plan.routes(&owner);
+        // The same without its runs: who, and how many bytes.
+        let outline = asked.outline().expect("as the plan");
+        assert_eq!(outline.routes(&owner), routes);
+        let planned: Vec<u64> = outline.reads.iter().map(PlannedRead::bytes).collect();
+        let emitted: Vec<u64> = plan.reads.iter().map(Read::bytes).collect();
+        assert_eq!(planned, emitted);
+        assert_eq!(outline.bytes(), plan.bytes());
         assert_eq!(routes.len(), plan.reads.len());
         let mut regions = Vec::new();
         let mut read_ranks = BTreeSet::new();

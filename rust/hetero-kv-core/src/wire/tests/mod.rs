@@ -22,6 +22,7 @@ fn prefill() -> EngineIdentity {
         dp_rank: DpRank(1),
         tp_size: 2,
         pp_size: 1,
+        dp_size: 1,
     }
 }
 
@@ -61,6 +62,7 @@ fn samples() -> Vec<Message> {
                 dp_rank: DpRank(0),
                 tp_size: 1,
                 pp_size: 1,
+                dp_size: 1,
             },
             expect_engine: prefill().engine,
             expect_incarnation: prefill().incarnation,
