@@ -18,6 +18,8 @@ pub(super) struct Piece {
     pub(super) source: Arc<Source>,
     /// As submitted; `None` once they are checked.
     unchecked: Option<PieceRuns>,
+    /// Whether `runs` is the whole of it. What ends before that has read nothing.
+    prepared: bool,
     /// Inside the memory of both sides, merged, and cut so that each fits a batch of any transport.
     pub(super) runs: Arc<[Run]>,
     /// First run that is not posted. Batches complete in order, so those in flight lie right
@@ -37,6 +39,7 @@ impl Piece {
             job,
             source: piece.source,
             unchecked: Some(piece.runs),
+            prepared: false,
             runs: Arc::default(),
             next: 0,
             in_flight: 0,
@@ -63,12 +66,13 @@ impl Piece {
                 .map_err(names("destination"))?;
         }
         self.runs = cut(&merge(&runs)).into();
+        self.prepared = true;
         Ok(())
     }
 
     /// Whether every run has arrived.
     pub(super) fn complete(&self) -> bool {
-        self.unchecked.is_none() && self.in_flight == 0 && !self.has_more()
+        self.prepared && self.in_flight == 0 && !self.has_more()
     }
 
     /// Whether there is something to post.

@@ -161,6 +161,14 @@ impl ConsumerRank {
             dp_rank: layout.from.dp_rank,
         };
         let planned_bytes = outline.bytes();
+        let wanted = cache
+            .block_bytes()
+            .saturating_mul(order.dest_blocks.len() as u64);
+        if planned_bytes != wanted {
+            return Err(refuse(format!(
+                "the plan moves {planned_bytes} bytes, the blocks hold {wanted}"
+            )));
+        }
         let mut pieces = Vec::with_capacity(outline.reads.len());
         for (route, read) in outline.routes(&owner).into_iter().zip(outline.reads) {
             let worker = workers
@@ -197,7 +205,15 @@ impl ConsumerRank {
     pub(super) fn end(&mut self, done: JobDone) -> Option<LoadReport> {
         let load = self.loads.remove(&done.id)?;
         self.by_request.remove(&load.request_id);
-        let failed = done.outcome.err();
+        let arrived: u64 = done.reads.iter().map(|read| read.bytes).sum();
+        // Nobody asks for more once a job has succeeded: a gap would be decoded.
+        let failed = done.outcome.err().or_else(|| {
+            (arrived != load.planned_bytes).then(|| ReadFailure {
+                kind: ReadFailureKind::Local,
+                text: format!("{arrived} of {} planned bytes arrived", load.planned_bytes),
+                at: None,
+            })
+        });
         let lost_source = failed.as_ref().and_then(lost_source);
         let failure = failed.map(|failure| match (failure.kind, load.cancelled) {
             (ReadFailureKind::Cancelled, Some(cancelled)) => cancelled,

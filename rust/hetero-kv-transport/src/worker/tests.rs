@@ -413,3 +413,19 @@ fn regions_outside_of_the_words_given_are_refused() {
         assert!(matches!(start(outside), Err(WorkerError::Elsewhere(0))));
     }
 }
+
+/// Blocks past the last token that can be counted are none of the plan's.
+#[test]
+fn a_plan_that_leaves_blocks_out_is_refused() {
+    let p = named_producer("p");
+    let mut d = rank("dd", false, TransportChoice::Tcp);
+    let mut orders = orders_of(LoadOrder {
+        first_block: (1 << 28) - 1,
+        ..load("r")
+    });
+    orders.peers = vec![peer(&p, "p")];
+    d.side.step(orders, Duration::ZERO);
+    let failure = wait_report(&mut d).failure.expect("refused");
+    assert_eq!(failure.reason, FailureReason::Plan, "{failure}");
+    assert!(failure.text.contains("the blocks hold"), "{failure}");
+}
