@@ -180,3 +180,32 @@ def test_failures_come_with_their_blocks_and_reasons_in_one_step(config_folder: 
             assert isinstance(meta, HeteroKVWorkerMeta)
             reason, _, ordered = meta.failed["d0"]
             assert (reason, ordered) == ("lease_gone", True)
+
+
+def test_a_source_that_is_gone_is_told_to_the_scheduler_side(config_folder: Path) -> None:
+    """From both workers through vLLM's aggregation, so that later loads avoid it."""
+    tcp = {"settings": {"transport": "tcp"}}
+    with engines(
+        (config_folder, "kv_producer", tcp), (config_folder, "kv_consumer", {"tp": 2})
+    ) as (
+        p,
+        d,
+    ):
+        params = prefill(p)
+        p.workers[0].connector.shutdown()
+        d.add("d0", PROMPT, params)
+        run_until(lambda: "d0" in d.outcomes, d)
+        core = d.connector._scheduler_side._core
+        assert core is not None
+        figures = json.loads(core.figures())
+        # Two workers lost the same rank at once: that is one quarantine.
+        assert figures["counters"]["quarantines"] == 1
+        assert figures["gauges"]["sources_avoided"] == 1
+
+
+def test_lost_sources_of_several_ranks_are_joined() -> None:
+    first = HeteroKVWorkerMeta({"a": ("peer_lost", "", False)}, {("a", 1)})
+    second = HeteroKVWorkerMeta({"b": ("peer_lost", "", False)}, {("b", 0)})
+    joined = first.aggregate(second)
+    assert joined.failed.keys() == {"a", "b"}
+    assert joined.lost == {("a", 1), ("b", 0)}
