@@ -68,6 +68,11 @@ class Site:
         self.engines[name] = engine
         self.blocks[name] = HeldBlocks([engine])
 
+    def replace(self, engine: Engine, name: str) -> None:
+        """The engine of this name, started anew by the same spec."""
+        self.engines[name] = engine
+        self.blocks[name] = self.blocks[name].of_restarted([engine])
+
     def __getitem__(self, name: str) -> Engine:
         return self.engines[name]
 

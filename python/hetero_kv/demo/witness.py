@@ -293,6 +293,13 @@ class HeldBlocks:
         self._engines = list(engines)
         self._free_at_start = [self._free(engine.metrics()) for engine in engines]
 
+    def of_restarted(self, engines: Sequence[Engine]) -> HeldBlocks:
+        """The same comparison for engines of the same specs that took the place of these, with the
+        blocks that were free when the first ones started."""
+        held = HeldBlocks(engines)
+        held._free_at_start = self._free_at_start
+        return held
+
     @staticmethod
     def _free(samples: Sequence[Sample]) -> dict[str, float]:
         """Free blocks by vLLM's label of the DP rank."""
