@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use hetero_kv_core::ids::LeaseRef;
@@ -19,9 +19,21 @@ use super::probe::Peer;
 use super::vm_read::{self, Scratch};
 use crate::clock::timespec;
 use crate::error::{ReadFailureKind, TransportError};
-use crate::memory::{LocalMemory, OutOfBounds, SpanQueue, span_in};
+use crate::memory::{LocalMemory, OutOfBounds, Span, SpanQueue, span_in};
 use crate::transport::{Completion, Connection, POLL_BYTES_MAX, ReadBatch, TransportName};
 use crate::waker::Waker;
+
+/// Whether the lease page is read by the call that reads the data, as its last pieces.
+///
+/// `process_vm_readv(2)` processes its buffers in array order, and on x86-64 loads are not seen out
+/// of order, so the page is read after the data all the same, and a small read costs one call
+/// instead of two. Elsewhere the order of two loads inside the kernel is nobody's promise, so the
+/// page is read by a call of its own behind a fence.
+const PAGE_WITH_DATA: bool = cfg!(target_arch = "x86_64");
+
+/// What is read of a lease page: its nonce, and the epoch of the lease's slot.
+const PAGE_WORD_BYTES: usize = 8;
+const PAGE_BYTES: usize = 2 * PAGE_WORD_BYTES;
 
 /// A batch as two lists of pieces with the same bytes.
 struct Posted {
@@ -29,6 +41,33 @@ struct Posted {
     lease: LeaseRef,
     source: SpanQueue,
     dest: SpanQueue,
+    /// Where the lease page's words arrive that are the last pieces of both lists. Atomics, since
+    /// the kernel writes them while this owns them.
+    page_words: Option<Box<[AtomicU64; 2]>>,
+}
+
+impl Posted {
+    /// Bytes of the data, without the lease page's, that are not there yet.
+    fn data_left_bytes(&self) -> usize {
+        let page_bytes = self.page_words.as_ref().map_or(0, |_| PAGE_BYTES);
+        self.dest.left_bytes().saturating_sub(page_bytes)
+    }
+
+    /// Adds the pieces of the lease page behind the data's.
+    fn push_page(&mut self, addresses: [usize; 2]) {
+        let words = Box::new([AtomicU64::new(0), AtomicU64::new(0)]);
+        for address in addresses {
+            self.source.push(Span {
+                address,
+                bytes: PAGE_WORD_BYTES,
+            });
+        }
+        self.dest.push(Span {
+            address: words.as_ptr().expose_provenance(),
+            bytes: PAGE_BYTES,
+        });
+        self.page_words = Some(words);
+    }
 }
 
 pub(super) struct ProcessConnection {
@@ -63,11 +102,12 @@ impl ProcessConnection {
 
     /// Copies at most [`POLL_BYTES_MAX`] of a batch; whether it is all there.
     fn copy(&mut self, batch: &mut Posted) -> Result<bool, TransportError> {
-        let mut budget_bytes = POLL_BYTES_MAX;
+        let mut budget_bytes = POLL_BYTES_MAX + PAGE_BYTES;
         while batch.dest.left_bytes() > 0 && budget_bytes > 0 {
             // SAFETY: the pieces of `dest` lie in `memory`'s regions (checked by `post`), which
             // `LocalMemory::new` makes its caller keep mapped and free of references while a job
-            // reads into them; `memory` is held by `self`.
+            // reads into them, and `memory` is held by `self`; or they are `page_words`, which
+            // the batch owns and which are only ever touched as atomics.
             let copied = unsafe {
                 vm_read::read_some(
                     self.peer.pid,
@@ -77,33 +117,48 @@ impl ProcessConnection {
                     &mut self.scratch,
                 )
             };
-            budget_bytes -= copied.map_err(|error| self.failed_read(error))?;
+            budget_bytes -= copied.map_err(|error| {
+                let error = self.failed_read(error);
+                if error.kind == ReadFailureKind::OutOfBounds && batch.data_left_bytes() == 0 {
+                    return lease_gone(error.problem);
+                }
+                error
+            })?;
         }
         Ok(batch.dest.left_bytes() == 0)
     }
 
-    /// Whether the lease stands, read from the peer's page after the data.
-    fn fence(&mut self, lease: LeaseRef) -> Result<(), TransportError> {
+    /// Where the lease page's nonce and the lease's epoch are; `None` when the page has no such
+    /// slot, or none of it can be in anybody's memory.
+    fn page_addresses(&self, lease: LeaseRef) -> Option<[usize; 2]> {
         let endpoint = &self.peer.endpoint;
-        let gone = |problem| TransportError::new(ReadFailureKind::LeaseGone, "lease page", problem);
         if lease.slot.0 >= endpoint.lease_slots {
-            return Err(gone(format!(
-                "slot {} is not on the source's page of {} slots",
-                lease.slot, endpoint.lease_slots
-            )));
+            return None;
         }
-        // The copy of the data must not be seen later than that of the page.
-        fence(Ordering::SeqCst);
-        let page = endpoint.lease_page_address;
-        let slot = page.saturating_add(slot_offset_bytes(lease.slot) as u64);
-        let nonce = endpoint.lease_page_nonce;
-        let words = vm_read::read_words::<2, 8>(self.peer.pid, [page, slot], &mut self.scratch)
-            .map_err(|error| match self.failed_read(error) {
-                error if error.kind == ReadFailureKind::OutOfBounds => gone(error.problem),
-                error => error,
-            })?;
-        let [found_nonce, epoch] = words.map(u64::from_ne_bytes);
+        let page = usize::try_from(endpoint.lease_page_address).ok()?;
+        let slot = page.checked_add(slot_offset_bytes(lease.slot))?;
+        slot.checked_add(PAGE_WORD_BYTES)?;
+        (page != 0).then_some([page, slot])
+    }
+
+    /// Whether the lease stood after the last byte of a batch that is all there.
+    fn fence(&mut self, batch: &Posted) -> Result<(), TransportError> {
+        let lease = batch.lease;
+        let Some(addresses) = self.page_addresses(lease) else {
+            return Err(lease_gone(format!(
+                "slot {} is not on the source's page of {} slots",
+                lease.slot, self.peer.endpoint.lease_slots
+            )));
+        };
+        let [found_nonce, epoch] = match &batch.page_words {
+            Some(words) => [0, 1].map(|at: usize| words[at].load(Ordering::Relaxed)),
+            None => self.read_page(addresses)?,
+        };
+        let nonce = self.peer.endpoint.lease_page_nonce;
         if found_nonce != nonce {
+            if self.peer_ended() {
+                return Err(peer_ended(self.peer.pid));
+            }
             return Err(TransportError::new(
                 ReadFailureKind::Incarnation,
                 "lease page",
@@ -111,12 +166,25 @@ impl ProcessConnection {
             ));
         }
         if epoch != lease.epoch.0 {
-            return Err(gone(format!(
+            return Err(lease_gone(format!(
                 "slot {} is at epoch {epoch}, the lease was of epoch {}",
                 lease.slot, lease.epoch.0
             )));
         }
         Ok(())
+    }
+
+    /// Reads the words of the lease page by a call of its own.
+    fn read_page(&mut self, addresses: [usize; 2]) -> Result<[u64; 2], TransportError> {
+        // The copy of the data must not be seen later than that of the page.
+        fence(Ordering::SeqCst);
+        let addresses = addresses.map(|address| address as u64);
+        vm_read::read_words::<2, PAGE_WORD_BYTES>(self.peer.pid, addresses, &mut self.scratch)
+            .map(|words| words.map(u64::from_ne_bytes))
+            .map_err(|error| match self.failed_read(error) {
+                error if error.kind == ReadFailureKind::OutOfBounds => lease_gone(error.problem),
+                error => error,
+            })
     }
 
     fn failed_read(&self, error: io::Error) -> TransportError {
@@ -133,6 +201,10 @@ impl ProcessConnection {
         };
         TransportError::new(kind, "process_vm_readv", problem)
     }
+}
+
+fn lease_gone(problem: String) -> TransportError {
+    TransportError::new(ReadFailureKind::LeaseGone, "lease page", problem)
 }
 
 fn peer_ended(pid: libc::pid_t) -> TransportError {
@@ -176,12 +248,17 @@ impl Connection for ProcessConnection {
                     .map_err(|error| out_of_bounds("destination", error))?,
             );
         }
-        self.posted.push_back(Posted {
+        let mut posted = Posted {
             ticket: batch.ticket,
             lease: batch.lease,
             source,
             dest,
-        });
+            page_words: None,
+        };
+        if PAGE_WITH_DATA && let Some(addresses) = self.page_addresses(batch.lease) {
+            posted.push_page(addresses);
+        }
+        self.posted.push_back(posted);
         Ok(())
     }
 
@@ -208,15 +285,12 @@ impl Connection for ProcessConnection {
                 )),
             };
         };
-        if self.peer_ended() {
-            return Err(peer_ended(self.peer.pid));
-        }
         let outcome = match self.copy(&mut batch) {
             Ok(false) => {
                 self.posted.push_front(batch);
                 return Ok(());
             }
-            Ok(true) => self.fence(batch.lease),
+            Ok(true) => self.fence(&batch),
             Err(error) => Err(error),
         };
         if let Err(error) = &outcome
