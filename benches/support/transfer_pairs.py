@@ -1,0 +1,167 @@
+"""Pairs of processes that move bytes by order: ours and the bare calls, and NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+NIXL_PIN = "nixl-cu12==1.5.1"
+ANSWER_TIMEOUT_S = 300
+
+
+class PairError(Exception):
+    """A pair that cannot run here, or ended; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One transfer. `cpu_s` is of all threads of both processes."""
+
+    wall_s: float
+    cpu_s: float
+    post_s: float
+
+
+class Pair:
+    """A holding and a reading process."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        mib: int,
+        hold: Sequence[str],
+    ) -> None:
+        self.name = name
+        environment = {**os.environ, **env}
+        self._holder = self._start([*command, *hold, str(mib)], environment)
+        card = self._line(self._holder)
+        self._reader = self._start([*command, "read", card], environment)
+        self._known: set[str] = set()
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if "nixl" in self.name else None,
+            env=dict(env),
+            text=True,
+        )
+
+    def _line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None, "invariant: started with stdout=PIPE"
+        while line := process.stdout.readline():
+            # Libraries print too.
+            if line.startswith("{"):
+                return line.strip()
+        raise PairError(f"{self.name}: ended with status {process.wait()} and no answer")
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._holder.pid, self._reader.pid]
+
+    def measure(
+        self, way: str, case: Mapping[str, Any], times: int = 1, check: bool = False
+    ) -> Measured:
+        """One order. With `check` every byte is compared, and the figures are of no use."""
+        order: dict[str, Any] = {"case": case["name"], "times": times, "check": check}
+        if way:
+            order["way"] = way
+        elif case["name"] not in self._known:
+            order["cases"] = [dict(case)]
+            self._known.add(case["name"])
+        assert self._reader.stdin is not None, "invariant: started with stdin=PIPE"
+        before = kernel.processor_ns([self._holder.pid])
+        self._reader.stdin.write(json.dumps(order) + "\n")
+        self._reader.stdin.flush()
+        answer = json.loads(self._line(self._reader))
+        held = kernel.used_s(before, kernel.processor_ns([self._holder.pid]))
+        return Measured(answer["wall_s"], answer["cpu_s"] + sum(held.values()), answer["post_s"])
+
+    def stop(self) -> None:
+        for process in (self._reader, self._holder):
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def build() -> str:
+    """Builds our two processes; returns the executable. Raises `PairError` without cargo."""
+    command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json"]
+    command += ["-p", "hetero-kv-transport", "--bench", "transfer"]
+    try:
+        built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    except FileNotFoundError as error:
+        raise PairError("no cargo on the path: it builds what is measured") from error
+    except subprocess.CalledProcessError as error:
+        raise PairError(f"cargo bench ended with status {error.returncode}") from error
+    found = [
+        message["executable"]
+        for message in map(json.loads, built.stdout.splitlines())
+        if message.get("reason") == "compiler-artifact" and message.get("executable")
+    ]
+    if len(found) != 1:
+        raise PairError(f"cargo bench built {found}, not one executable")
+    return str(found[0])
+
+
+def cases(executable: str) -> dict[str, dict[str, Any]]:
+    """The cases by name, as our executable has them."""
+    printed = subprocess.run([executable, "cases"], stdout=subprocess.PIPE, text=True, check=True)
+    listed = map(json.loads, printed.stdout.splitlines())
+    return {case["name"]: case for case in listed}
+
+
+def nixl_folder() -> Path:
+    """NIXL's wheel, unpacked under the cache; not installed into any environment."""
+    cache = os.environ.get("HETERO_KV_CACHE", "")
+    root = Path(cache).expanduser() if cache else Path.home() / ".cache" / "hetero_kv"
+    folder = root / NIXL_PIN.replace("==", "-")
+    if not (folder / "nixl_cu12").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--target", str(folder), NIXL_PIN]
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError as error:
+            raise PairError(f"pip cannot install {NIXL_PIN}: status {error.returncode}") from error
+    return folder
+
+
+@contextlib.contextmanager
+def ours(executable: str, mib: int) -> Iterator[Pair]:
+    pair = Pair("ours", [executable], {}, mib, ["hold", "--mib"])
+    try:
+        yield pair
+    finally:
+        pair.stop()
+
+
+@contextlib.contextmanager
+def nixl(mib: int, transports: str = "") -> Iterator[Pair]:
+    """`transports` is UCX_TLS; empty for UCX's own choice."""
+    env = {"PYTHONPATH": os.pathsep.join([str(nixl_folder()), str(ROOT / "benches")])}
+    if transports:
+        env["UCX_TLS"] = transports
+    command = [sys.executable, "-m", "support.nixl_peer"]
+    pair = Pair(f"nixl {transports}".strip(), command, env, mib, ["hold"])
+    try:
+        yield pair
+    finally:
+        pair.stop()
