@@ -60,13 +60,21 @@ impl World {
             }
             Message::Claim(claim) => {
                 let proof = Some((claim.epoch, claim.prompt_digest));
-                ledger.answered(book, now, &who, claim.transfer_id, proof, answer);
+                let which = (claim.transfer_id, claim.question);
+                ledger.answered(book, now, &who, which, proof, answer);
             }
             Message::Renew(renew) => {
-                ledger.answered(book, now, &who, renew.transfer_id, None, answer);
+                let which = (renew.transfer_id, renew.question);
+                ledger.answered(book, now, &who, which, None, answer);
             }
-            Message::Ack(ack) => ledger.acknowledged(&who, ack.transfer_id, &ack.ranks, tp_size),
-            Message::Release(release) => ledger.released(&who, release.transfer_id),
+            Message::Ack(ack) => {
+                let which = (ack.transfer_id, ack.number.unwrap_or(0));
+                ledger.acknowledged(&who, which, &ack.ranks, tp_size);
+            }
+            Message::Release(release) => {
+                let which = (release.transfer_id, release.number.unwrap_or(0));
+                ledger.released(&who, which);
+            }
             Message::Accept(_)
             | Message::Reject(_)
             | Message::Layout(_)

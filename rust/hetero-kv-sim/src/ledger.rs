@@ -34,6 +34,8 @@ struct Entry {
     num_tokens: u32,
     until: Time,
     consumers: BTreeMap<ConsumerKey, BTreeSet<(TpRank, PpRank)>>,
+    /// Of each engine that ever claimed it: the highest number of what it said.
+    newest: BTreeMap<ConsumerKey, u64>,
     end: Option<End>,
     ordered_at: Option<Time>,
 }
@@ -82,10 +84,20 @@ impl Ledger {
                 num_tokens: prefill.num_tokens,
                 until: now + self.times.lease,
                 consumers: BTreeMap::new(),
+                newest: BTreeMap::new(),
                 end: None,
                 ordered_at: None,
             },
         );
+    }
+
+    /// Whether an engine that has claimed a lease says something of it that is older than what it has
+    /// been heard to say: such a thing changes nothing and has no answer.
+    fn outdated(&self, who: &ConsumerKey, id: TransferId, number: u64) -> bool {
+        self.entries
+            .get(&id)
+            .and_then(|entry| entry.newest.get(who))
+            .is_some_and(|newest| number < *newest)
     }
 
     /// A claim (with its proof) or a renewal has come, and this is the machine's answer.
@@ -94,10 +106,19 @@ impl Ledger {
         book: &mut Book,
         now: Time,
         who: &ConsumerKey,
-        id: TransferId,
+        (id, number): (TransferId, u64),
         proof: Option<Proof>,
         answer: Option<&Message>,
     ) {
+        if self.outdated(who, id, number) {
+            if answer.is_some() {
+                book.broken(
+                    Invariant::AnsweredWrongly,
+                    format!("transfer {id}: {} asked it long ago: {answer:?}", who.0),
+                );
+            }
+            return;
+        }
         let entitled = self.entries.get_mut(&id).filter(|entry| {
             let proven = match proof {
                 Some((epoch, digest)) => entry.fence.epoch.0 == epoch && entry.digest == digest,
@@ -110,6 +131,7 @@ impl Ledger {
             (Some(entry), Some(Message::Granted(granted))) => {
                 entry.until = entry.until.max(now + self.times.renewal);
                 entry.consumers.entry(who.clone()).or_default();
+                entry.newest.insert(who.clone(), number);
                 let left = u64::try_from(entry.until.since(now).as_millis()).unwrap_or(u64::MAX);
                 granted.transfer_id == id
                     && granted.granted_ms == left
@@ -130,16 +152,20 @@ impl Ledger {
     pub(crate) fn acknowledged(
         &mut self,
         who: &ConsumerKey,
-        id: TransferId,
+        (id, number): (TransferId, u64),
         ranks: &[(TpRank, PpRank)],
         tp_size: u32,
     ) {
+        if self.outdated(who, id, number) {
+            return;
+        }
         let Some(entry) = self.alive(id) else {
             return;
         };
         let Some(set) = entry.consumers.get_mut(who) else {
             return;
         };
+        entry.newest.insert(who.clone(), number);
         set.extend(
             ranks
                 .iter()
@@ -151,9 +177,15 @@ impl Ledger {
         }
     }
 
-    pub(crate) fn released(&mut self, who: &ConsumerKey, id: TransferId) {
+    pub(crate) fn released(&mut self, who: &ConsumerKey, (id, number): (TransferId, u64)) {
+        if self.outdated(who, id, number) {
+            return;
+        }
         if let Some(entry) = self.alive(id) {
             entry.consumers.remove(who);
+            if let Some(newest) = entry.newest.get_mut(who) {
+                *newest = number;
+            }
             if entry.consumers.is_empty() {
                 entry.end = Some(End::Settled(who.clone()));
             }

@@ -119,6 +119,7 @@ impl World {
                 Message::Ack(Ack {
                     transfer_id: ack.transfer_id,
                     ranks: vec![ack.ranks[rank]],
+                    number: ack.number,
                 })
             };
             let mut each: Vec<Message> = (0..ack.ranks.len()).map(of).collect();

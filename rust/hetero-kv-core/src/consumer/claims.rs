@@ -352,13 +352,19 @@ impl Consumer {
                     self.transfers.remove(&id);
                     return;
                 }
+                self.next_question += 1;
+                let number = Some(self.next_question);
                 let message = if transfer.read {
                     Message::Ack(Ack {
                         transfer_id: id,
                         ranks: self.all_ranks(),
+                        number,
                     })
                 } else {
-                    Message::Release(Release { transfer_id: id })
+                    Message::Release(Release {
+                        transfer_id: id,
+                        number,
+                    })
                 };
                 self.transfers.remove(&id);
                 self.send(peer_id, message);

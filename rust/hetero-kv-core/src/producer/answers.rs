@@ -7,7 +7,7 @@ use crate::layout::TP_SIZE_MAX;
 use crate::time::Time;
 use crate::wire::WIRE_VERSION;
 use crate::wire::message::{
-    Accept, Ack, Claim, GoneReason, Granted, Hello, Message, RejectCode, Renew,
+    Accept, Ack, Claim, GoneReason, Granted, Hello, Message, RejectCode, Release, Renew,
 };
 
 impl Producer {
@@ -62,7 +62,6 @@ impl Producer {
             return;
         }
         let key = (hello.from.engine.clone(), hello.from.incarnation);
-        self.replace_connections_of(&key);
         self.peers.insert(
             connection,
             Peer::Known {
@@ -77,37 +76,22 @@ impl Producer {
         self.send(connection, Message::Accept(accept));
     }
 
-    /// A consumer dials again when it has given its connection up. What is still under way on that
-    /// one is older than what it says from here on: a release among it would end a lease that it has
-    /// claimed again.
-    fn replace_connections_of(&mut self, key: &ConsumerKey) {
-        let given_up: Vec<ConnectionId> = self
-            .peers
-            .iter()
-            .filter(|(_, peer)| match peer {
-                Peer::Known { key: of, .. } => of == key,
-                Peer::Anonymous => false,
-            })
-            .map(|(connection, _)| *connection)
-            .collect();
-        for connection in given_up {
-            self.close(connection);
-        }
-    }
-
     pub(super) fn handle_claim(
         &mut self,
         now: Time,
         consumer: &ConsumerKey,
         claim: &Claim,
-    ) -> Message {
+    ) -> Option<Message> {
         let id = claim.transfer_id;
+        if self.is_late(consumer, id, Some(claim.question)) {
+            return None;
+        }
         if let Some(lease) = self.leases.get(&id)
             && (lease.fence.epoch.0 != claim.epoch || lease.digest != claim.prompt_digest)
         {
-            return self.gone(id, GoneReason::Foreign, claim.question);
+            return Some(self.gone(id, GoneReason::Foreign, claim.question));
         }
-        self.grant(now, consumer, id, claim.question)
+        Some(self.grant(now, consumer, id, claim.question))
     }
 
     pub(super) fn handle_renew(
@@ -115,15 +99,29 @@ impl Producer {
         now: Time,
         consumer: &ConsumerKey,
         renew: &Renew,
-    ) -> Message {
+    ) -> Option<Message> {
         let id = renew.transfer_id;
+        if self.is_late(consumer, id, Some(renew.question)) {
+            return None;
+        }
         // Only a claim proves which prompt and which epoch are meant.
         if let Some(lease) = self.leases.get(&id)
-            && !lease.consumers.contains_key(consumer)
+            && !lease.is_read_by(consumer)
         {
-            return self.gone(id, GoneReason::Foreign, renew.question);
+            return Some(self.gone(id, GoneReason::Foreign, renew.question));
         }
-        self.grant(now, consumer, id, renew.question)
+        Some(self.grant(now, consumer, id, renew.question))
+    }
+
+    /// Whether a message is older than one of the same consumer engine about the same lease, which
+    /// nobody waits for an answer to. Counts it.
+    fn is_late(&mut self, consumer: &ConsumerKey, id: TransferId, number: Option<u64>) -> bool {
+        let late = self
+            .leases
+            .get(&id)
+            .is_some_and(|lease| lease.is_late(consumer, number));
+        self.counts.late += u64::from(late);
+        late
     }
 
     fn grant(
@@ -148,7 +146,7 @@ impl Producer {
         // Never shortens: the first lease may be the longer one.
         *expires = (*expires).max(now + self.times.renewal);
         let expires = *expires;
-        lease.consumers.entry(consumer.clone()).or_default();
+        lease.granted_to(consumer, question);
         Message::Granted(Box::new(Granted {
             transfer_id: id,
             granted_ms: u64::try_from(expires.since(now).as_millis()).unwrap_or(u64::MAX),
@@ -160,21 +158,28 @@ impl Producer {
     }
 
     pub(super) fn handle_ack(&mut self, consumer: &ConsumerKey, ranks: (u32, u32), ack: Ack) {
+        if self.is_late(consumer, ack.transfer_id, ack.number) {
+            return;
+        }
         let Some(lease) = self.leases.get_mut(&ack.transfer_id) else {
             self.counts.late += 1;
             return;
         };
-        if lease.state == State::Ordered || !lease.consumers.contains_key(consumer) {
+        if lease.state == State::Ordered || !lease.is_read_by(consumer) {
             self.counts.late += 1;
             return;
         }
-        if lease.acknowledge(consumer, ack.ranks, ranks) {
+        if lease.acknowledge(consumer, ack.number, ack.ranks, ranks) {
             self.counts.read_out += 1;
             self.end(ack.transfer_id, GoneReason::Released);
         }
     }
 
-    pub(super) fn handle_release(&mut self, consumer: &ConsumerKey, id: TransferId) {
+    pub(super) fn handle_release(&mut self, consumer: &ConsumerKey, release: &Release) {
+        let id = release.transfer_id;
+        if self.is_late(consumer, id, release.number) {
+            return;
+        }
         let Some(lease) = self.leases.get_mut(&id) else {
             self.counts.late += 1;
             return;
@@ -184,8 +189,8 @@ impl Producer {
             return;
         }
         // Another engine that has claimed the same transfer (a retried decode) keeps it alive.
-        lease.consumers.remove(consumer);
-        if lease.consumers.is_empty() {
+        let last = lease.give_back(consumer, release.number);
+        if last {
             self.counts.released += 1;
             self.end(id, GoneReason::Released);
         }

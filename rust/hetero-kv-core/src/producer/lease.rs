@@ -46,19 +46,69 @@ pub(super) struct Lease {
     pub(super) state: State,
     /// Why it ended, once it has.
     pub(super) ended: Option<GoneReason>,
-    /// Acknowledged ranks per consumer engine; present from its claim on.
-    pub(super) consumers: BTreeMap<ConsumerKey, BTreeSet<(TpRank, PpRank)>>,
+    /// Consumer engines that have claimed it, also those that gave it back.
+    pub(super) consumers: BTreeMap<ConsumerKey, Claimant>,
+}
+
+/// One consumer engine's part in a lease, from its first claim on.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Claimant {
+    /// Highest number of a message of its about this lease.
+    newest: u64,
+    /// Whether it has given the lease back since it claimed it last.
+    left: bool,
+    /// Ranks that have read.
+    acknowledged: BTreeSet<(TpRank, PpRank)>,
 }
 
 impl Lease {
+    /// Whether a message of this number is older than one that has come before it, and may not
+    /// change anything: a consumer engine may have two connections, one that it gave up or one by
+    /// another name of the same host, and what it says on one overtakes what it said on the other.
+    pub(super) fn is_late(&self, consumer: &ConsumerKey, number: Option<u64>) -> bool {
+        self.consumers
+            .get(consumer)
+            .zip(number)
+            .is_some_and(|(claimant, number)| number < claimant.newest)
+    }
+
+    /// Whether this consumer engine has claimed it and not given it back.
+    pub(super) fn is_read_by(&self, consumer: &ConsumerKey) -> bool {
+        self.consumers
+            .get(consumer)
+            .is_some_and(|claimant| !claimant.left)
+    }
+
+    /// A claim or a renewal was granted.
+    pub(super) fn granted_to(&mut self, consumer: &ConsumerKey, number: u64) {
+        let claimant = self.consumers.entry(consumer.clone()).or_default();
+        claimant.newest = number;
+        claimant.left = false;
+    }
+
+    /// A consumer engine gives it back; true when no other reads under it.
+    pub(super) fn give_back(&mut self, consumer: &ConsumerKey, number: Option<u64>) -> bool {
+        if let Some(claimant) = self.consumers.get_mut(consumer) {
+            claimant.newest = number.unwrap_or(claimant.newest);
+            claimant.left = true;
+            claimant.acknowledged.clear();
+        }
+        self.consumers.values().all(|claimant| claimant.left)
+    }
+
     /// Adds acknowledged ranks; true when that consumer engine's set is complete.
     pub(super) fn acknowledge(
         &mut self,
         consumer: &ConsumerKey,
+        number: Option<u64>,
         ranks: impl IntoIterator<Item = (TpRank, PpRank)>,
         (tp_size, pp_size): (u32, u32),
     ) -> bool {
-        let set = self.consumers.entry(consumer.clone()).or_default();
+        let Some(claimant) = self.consumers.get_mut(consumer) else {
+            return false;
+        };
+        claimant.newest = number.unwrap_or(claimant.newest);
+        let set = &mut claimant.acknowledged;
         set.extend(
             ranks
                 .into_iter()

@@ -94,7 +94,8 @@ pub struct ProducerCounts {
     pub gone: u64,
     /// Prefills not held because the id was taken or no slot was free.
     pub refused_offers: u64,
-    /// Acknowledgements and releases of unknown or ended transfers.
+    /// Acknowledgements and releases of unknown or ended transfers, and whatever a consumer said of
+    /// a transfer before something that has been heard.
     pub late: u64,
     /// Handshakes refused.
     pub rejected_peers: u64,
@@ -231,16 +232,18 @@ impl Producer {
                 self.send(connection, Message::Layout(Box::new(layout)));
             }
             (Peer::Known { key, .. }, Message::Claim(claim)) => {
-                let answer = self.handle_claim(now, &key, &claim);
-                self.send(connection, answer);
+                if let Some(answer) = self.handle_claim(now, &key, &claim) {
+                    self.send(connection, answer);
+                }
             }
             (Peer::Known { key, .. }, Message::Renew(renew)) => {
-                let answer = self.handle_renew(now, &key, &renew);
-                self.send(connection, answer);
+                if let Some(answer) = self.handle_renew(now, &key, &renew) {
+                    self.send(connection, answer);
+                }
             }
             (Peer::Known { key, ranks }, Message::Ack(ack)) => self.handle_ack(&key, ranks, ack),
             (Peer::Known { key, .. }, Message::Release(release)) => {
-                self.handle_release(&key, release.transfer_id);
+                self.handle_release(&key, &release);
             }
             (_, Message::Ping) => self.send(connection, Message::Pong),
             (_, Message::Pong) => {}

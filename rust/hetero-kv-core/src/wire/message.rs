@@ -133,8 +133,9 @@ pub struct Claim {
     pub epoch: u64,
     /// From the params; a lease belongs to one prompt.
     pub prompt_digest: PromptDigest,
-    /// The dialer's number of this question; the answer carries it, so that an answer to an
-    /// earlier question about the same transfer is never taken for a later grant.
+    /// The dialer's number of this question, higher than all before it; the answer carries it, so
+    /// that an answer to an earlier question about the same transfer is never taken for a later
+    /// grant.
     pub question: u64,
 }
 
@@ -197,6 +198,10 @@ pub struct Ack {
     pub transfer_id: TransferId,
     /// Ranks of the sending engine. A set: a rank named twice counts once.
     pub ranks: Vec<(TpRank, PpRank)>,
+    /// The dialer's number of this message, counted with its questions: what it said of a transfer
+    /// before it claimed it again is told from what it says since, whichever connection it comes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub number: Option<u64>,
 }
 
 /// The sender will not read, or not any more.
@@ -204,6 +209,9 @@ pub struct Ack {
 pub struct Release {
     /// Which.
     pub transfer_id: TransferId,
+    /// As in [`Ack`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub number: Option<u64>,
 }
 
 /// Payload of [`Message::Ping`], [`Message::Pong`] and [`Message::Bye`].

@@ -180,3 +180,39 @@ fn a_transfer_id_has_one_owner() {
     let refused = p.prefilled(named("b")).expect_err("taken");
     assert!(refused.to_string().contains("another request"), "{refused}");
 }
+
+/// A router that was told of one prefill host twice, or a client's own params: decode cannot know
+/// that both names lead to one engine, and has a connection to each.
+#[test]
+fn one_engine_by_two_names_serves_under_both() {
+    let p = SchedulerSide::start(options("p", true)).expect("a free port");
+    let d = SchedulerSide::start(options("d", false)).expect("a thread");
+    let ask = |request: &str, params: &str, block| {
+        d.new_request(request, TransferParams::parse(params), prompt(), 8);
+        assert_eq!(d.matched_tokens(request, 0), 7);
+        d.allocated(request, &[BlockId(block), BlockId(block + 1)], 7);
+        orders_until(&d, |orders| {
+            assert!(orders.cancels.is_empty(), "{:?}", orders.cancels);
+            assert!(orders.fails.is_empty(), "{:?}", orders.fails);
+            orders.loads.iter().any(|load| load.request_id == request)
+        });
+    };
+    let first = p.prefilled(prefilled("a")).expect("held").to_json();
+    let second = p.prefilled(prefilled("b")).expect("held").to_json();
+    ask("x", &first.to_string(), 1);
+    ask("y", &second.to_string().replace("127.0.0.1", "127.1"), 3);
+    // Nobody's load is stopped, neither connection is lost, and each acknowledges its own.
+    for (request, held) in [("x", "a"), ("y", "b")] {
+        assert!(d.take_orders().cancels.is_empty());
+        d.received(request, false);
+        d.finished(request);
+        let orders = orders_until(&p, |orders| !orders.releases.is_empty());
+        assert_eq!(orders.releases[0].request_id, held);
+    }
+    let counts = d.figures().consumer.expect("a consumer");
+    assert_eq!(
+        (counts.loads, counts.failures.len(), counts.reconnects),
+        (2, 0, 0)
+    );
+    assert_eq!(p.figures().producer.expect("a producer").0.read_out, 2);
+}

@@ -69,6 +69,7 @@ fn acknowledgements_are_lost_and_nothing_else() {
     accepted.set_read_timeout(Some(PATIENCE)).expect("not zero");
     let release = Message::Release(Release {
         transfer_id: TransferId([3; 16]),
+        number: None,
     });
     let mut say = |message: &Message| {
         let frame = message.to_frame().expect("small");

@@ -8,6 +8,7 @@ fn ack_of(n: u8, ranks: &[u32]) -> Message {
     Message::Ack(Ack {
         transfer_id: transfer(n),
         ranks: ranks.iter().map(|tp| (TpRank(*tp), PpRank(0))).collect(),
+        number: None,
     })
 }
 
@@ -71,6 +72,7 @@ fn what_comes_for_a_transfer_before_its_prefill_is_done_neither_ends_nor_outlive
         tell(&mut p, D, ack_of(5, &[0, 1]));
         let release = Release {
             transfer_id: transfer(5),
+            number: None,
         };
         tell(&mut p, D, Message::Release(release));
     }

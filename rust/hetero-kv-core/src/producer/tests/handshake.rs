@@ -114,6 +114,7 @@ fn a_stranger_gets_nothing_but_the_door() {
         Message::Ack(Ack {
             transfer_id: transfer(5),
             ranks: Vec::new(),
+            number: None,
         }),
     ] {
         let mut p = producer();

@@ -110,8 +110,12 @@ fn samples() -> Vec<Message> {
         Message::Ack(Ack {
             transfer_id,
             ranks: vec![(TpRank(0), PpRank(0)), (TpRank(1), PpRank(0))],
+            number: Some(3),
         }),
-        Message::Release(Release { transfer_id }),
+        Message::Release(Release {
+            transfer_id,
+            number: Some(4),
+        }),
         Message::Ping,
         Message::Pong,
         Message::Bye,
