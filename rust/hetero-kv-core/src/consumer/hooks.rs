@@ -271,6 +271,7 @@ impl Consumer {
         }
         self.refresh_deadlines(now);
         let mut orders = std::mem::take(&mut self.orders);
+        self.counts.loads += orders.loads.len() as u64;
         orders.pending = u32::try_from(
             self.requests
                 .values()

@@ -91,7 +91,6 @@ impl Consumer {
                     until,
                     cancelled: false,
                 };
-                self.counts.loads += 1;
                 self.announce(peer);
                 let choice = self.choice(now, id);
                 self.orders.loads.push(LoadOrder { choice, ..order });
@@ -198,7 +197,6 @@ impl Consumer {
         if let Some(at) = unheard {
             *phase = Phase::Reporting;
             let load = self.orders.loads.remove(at);
-            self.counts.loads -= 1;
             if failure.reason != FailureReason::Cancelled {
                 self.count_failure(request_id, &failure);
             }

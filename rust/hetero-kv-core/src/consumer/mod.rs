@@ -94,7 +94,7 @@ pub struct ConsumerCounts {
     pub claims_gone: u64,
     /// Requests whose prompt is not the one prefilled.
     pub digest_mismatches: u64,
-    /// Loads ordered.
+    /// Loads that workers were told to begin.
     pub loads: u64,
     /// Failures seen on the scheduler side, by reason and field.
     pub failures: BTreeMap<(FailureReason, String), u64>,

@@ -1,6 +1,7 @@
 //! The client leaves, in each phase: exactly one report by the workers, nothing left behind.
 
 use super::*;
+use crate::step::PeerId;
 use crate::testing::{ms, prompt, secs, transfer};
 use crate::wire::params::TransferParams;
 
@@ -104,6 +105,48 @@ fn between_the_order_and_the_step_that_carries_it() {
     assert_eq!(pair.consumers[0].counts().loads, 0);
     pair.report("d1", true);
     pair.run(secs(1));
+    assert_nothing_left(&mut pair);
+}
+
+/// Counters only grow, at any moment that somebody may look at them.
+#[test]
+fn a_load_that_no_worker_heard_of_counts_as_its_failure_and_as_no_load() {
+    let mut pair = Pair::new(1, 1);
+    let params = pair.prefill("p1", transfer(1), prompt(1), 40);
+    for request in ["d1", "d2"] {
+        pair.arrive(request, &params);
+    }
+    pair.run(ms(20));
+    pair.admit("d1", 0);
+    pair.step();
+    assert_eq!(pair.consumers[0].counts().loads, 1);
+    // Ordered, and its step has not been made when the connection breaks.
+    pair.admit("d2", 0);
+    assert_eq!(pair.consumers[0].counts().loads, 1, "nobody was told");
+    pair.consumers[0].handle_closed(pair.now, PeerId(0), "reset");
+    pair.step();
+    let counts = pair.consumers[0].counts();
+    assert_eq!(counts.loads, 1);
+    let lost: Vec<_> = counts
+        .failures
+        .iter()
+        .map(|((reason, _), count)| (*reason, *count))
+        .collect();
+    assert_eq!(
+        lost,
+        [(FailureReason::PeerLost, 1)],
+        "the first one's is its worker's to report"
+    );
+    assert!(pair.workers[0].job("d1").cancel.is_some());
+    let job = pair.workers[0].job("d2");
+    assert!(job.load.is_none() && job.cancel.is_none());
+    let (blocks, failure) = job.fail.clone().expect("a failure");
+    assert_eq!((blocks.len(), failure.reason), (3, FailureReason::PeerLost));
+    for request in ["d1", "d2"] {
+        pair.report(request, true);
+        pair.finish(request);
+    }
+    pair.run(secs(60));
     assert_nothing_left(&mut pair);
 }
 
