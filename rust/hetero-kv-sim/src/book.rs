@@ -54,6 +54,9 @@ invariants! {
     IdTaken = "id-taken",
     /// Engines pair though another start of the engine was meant.
     PairedWithWrongStart = "paired-with-wrong-start",
+    /// A rank reports a load as read though the part of one of its sources failed, did not land whole
+    /// and once, or was not fenced after its last byte.
+    ReadUnproven = "read-unproven",
     /// Workers are told to read without a grant, or other blocks than were granted.
     ReadWithoutGrant = "read-without-grant",
     /// Workers are told to read for longer than was granted, counted from the question.

@@ -16,6 +16,7 @@ use crate::memory::RankMemory;
 use crate::pool::Pool;
 use crate::reader::ReadingRank;
 use crate::router::fields;
+use crate::scenario::Shape;
 use crate::world::{Event, Host, World};
 
 /// What the API server hands over between steps.
@@ -92,16 +93,16 @@ pub(crate) struct DecodeEngine {
 /// A place where a decode engine runs, and over restarts another.
 #[derive(Debug)]
 pub(crate) struct DecodeHost {
-    pub(crate) tp: u32,
+    pub(crate) shape: Shape,
     pub(crate) clock: Clock,
     pub(crate) paused_until: Time,
     pub(crate) engine: Option<DecodeEngine>,
 }
 
 impl DecodeHost {
-    pub(crate) fn new(tp: u32, clock: Clock) -> Self {
+    pub(crate) fn new(shape: Shape, clock: Clock) -> Self {
         Self {
-            tp,
+            shape,
             clock,
             paused_until: Time::ZERO,
             engine: None,
@@ -225,23 +226,24 @@ impl World {
     /// A new start of a decode engine.
     pub(crate) fn start_decode(&mut self, d: usize) {
         let incarnation = self.number();
-        let tp = self.decode[d].tp;
+        let shape = self.decode[d].shape;
         let identity = EngineIdentity {
             engine: EngineId::new(&format!("decode-{d}")).expect("short and printable"),
             incarnation: Incarnation(incarnation),
             dp_rank: DpRank(u32::try_from(d).unwrap_or(0)),
-            tp_size: tp,
-            pp_size: 1,
+            tp_size: shape.tp,
+            pp_size: shape.pp,
             dp_size: 1,
         };
-        let ranks = (0..tp)
+        let ranks = shape
+            .ranks()
             .map(|rank| {
-                let memory = RankMemory::new(&self.scenario, tp, rank, &mut self.rng);
+                let memory = RankMemory::new(&self.scenario, shape, rank, &mut self.rng);
                 ReadingRank::new(memory)
             })
             .collect();
         self.book
-            .trace(|| format!("decode {d} starts, tp {tp}, incarnation {incarnation}"));
+            .trace(|| format!("decode {d} starts, {shape:?}, incarnation {incarnation}"));
         self.decode[d].engine = Some(DecodeEngine {
             consumer: Consumer::new(
                 identity.clone(),

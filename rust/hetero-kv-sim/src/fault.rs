@@ -38,6 +38,8 @@ faults! {
     ReadStalls,
     /// A read ends with an error.
     ReadFails,
+    /// A data connection breaks under a read; what was in flight is posted again on the next one.
+    DataBreaks,
     /// A stopped read takes seconds to be quiesced, and may land meanwhile.
     QuiesceSlow,
     /// A read lands in the new process at the address of the one that it was meant for.
@@ -147,7 +149,7 @@ pub(crate) fn explains(reason: FailureReason) -> Vec<Fault> {
             Fault::ReadStalls,
             Fault::QuiesceSlow,
         ]),
-        FailureReason::PeerLost => with_control(&[]),
+        FailureReason::PeerLost => with_control(&[Fault::DataBreaks]),
         FailureReason::Fenced => with_control(
             &[
                 LEASE_ENDS,

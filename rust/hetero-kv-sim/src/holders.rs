@@ -23,7 +23,7 @@ impl World {
         connection: ConnectionId,
         message: Message,
     ) {
-        let tp_size = self.decode[d].tp;
+        let shape = self.decode[d].shape;
         let host = &mut self.prefill[p];
         let now = host.clock.local(self.now);
         let Some(engine) = &mut host.engine else {
@@ -69,7 +69,7 @@ impl World {
             }
             Message::Ack(ack) => {
                 let which = (ack.transfer_id, ack.number.unwrap_or(0));
-                ledger.acknowledged(&who, which, &ack.ranks, tp_size);
+                ledger.acknowledged(&who, which, &ack.ranks, shape);
             }
             Message::Release(release) => {
                 let which = (release.transfer_id, release.number.unwrap_or(0));

@@ -10,6 +10,7 @@ use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::message::Message;
 
 use crate::book::{Book, Invariant};
+use crate::scenario::Shape;
 
 /// What a release is justified by.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,7 +155,7 @@ impl Ledger {
         who: &ConsumerKey,
         (id, number): (TransferId, u64),
         ranks: &[(TpRank, PpRank)],
-        tp_size: u32,
+        shape: Shape,
     ) {
         if self.outdated(who, id, number) {
             return;
@@ -169,10 +170,10 @@ impl Ledger {
         set.extend(
             ranks
                 .iter()
-                .filter(|(tp, pp)| tp.0 < tp_size && pp.0 == 0)
+                .filter(|(tp, pp)| tp.0 < shape.tp && pp.0 < shape.pp)
                 .copied(),
         );
-        if set.len() == tp_size as usize {
+        if set.len() == shape.ranks().count() {
             entry.end = Some(End::Settled(who.clone()));
         }
     }

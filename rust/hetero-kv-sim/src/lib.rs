@@ -13,8 +13,8 @@
 //! later, fence after data, quiesce before report), TCP, clocks, clients, routers.
 //!
 //! Beside the cluster runs a **reference model** of what may happen: each engine's leases
-//! (`ledger`), each grant as it crossed the wire, each request's expected tokens, and for each
-//! failure the kinds of trouble that explain it. After every event the [`Invariant`]s hold, or the
+//! (`ledger`), each grant as it crossed the wire, what of each source has landed and been fenced
+//! (`reads`), each request's expected tokens, and for each failure the kinds of trouble that explain it. After every event the [`Invariant`]s hold, or the
 //! run ends with a [`Violation`]. When trouble is over, everything has to come to its end.
 //!
 //! [`Producer`]: hetero_kv_core::producer::Producer
@@ -34,6 +34,7 @@ mod pool;
 mod prefill;
 mod prefill_steps;
 mod reader;
+mod reads;
 mod reports;
 mod rng;
 mod router;
@@ -45,7 +46,7 @@ mod world;
 pub use book::{Coverage, Invariant, Outcome, Violation};
 pub use clock::DRIFT_PPM_MAX;
 pub use fault::Fault;
-pub use scenario::{BLOCK_TOKENS, PROMPT_TOKENS_MAX, Profile, Scenario};
+pub use scenario::{BLOCK_TOKENS, PROMPT_TOKENS_MAX, Profile, Scenario, Shape};
 
 use world::World;
 

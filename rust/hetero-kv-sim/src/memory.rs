@@ -6,9 +6,10 @@ use hetero_kv_core::ids::{BlockId, Epoch, LeaseRef, Slot, TpRank};
 use hetero_kv_core::layout::{HeadRange, LayerCache, Part, RankCache, owned_heads};
 use hetero_kv_core::lease_page::{FIRST_EPOCH, page_bytes, slot_offset_bytes};
 use hetero_kv_core::memory::{MemoryRegion, Run};
+use hetero_kv_core::plan::stage_layers;
 
 use crate::rng::Rng;
-use crate::scenario::{BLOCK_TOKENS, Scenario};
+use crate::scenario::{BLOCK_TOKENS, Scenario, Shape};
 
 const WORD_BYTES: u64 = 8;
 
@@ -54,21 +55,30 @@ impl Word {
 pub(crate) struct RankMemory {
     pub(crate) cache: RankCache,
     heads: HeadRange,
+    /// First layer of its stage, in the whole model.
+    first_layer: u32,
     regions: Vec<Vec<u8>>,
 }
 
 impl RankMemory {
     /// A cache of this rank in a layout that `rng` picks: both sides of a pair differ in strides.
-    pub(crate) fn new(scenario: &Scenario, tp: u32, tp_rank: u32, rng: &mut Rng) -> Self {
-        let heads = owned_heads(scenario.heads, tp, TpRank(tp_rank))
+    pub(crate) fn new(
+        scenario: &Scenario,
+        shape: Shape,
+        (tp, pp): (u32, u32),
+        rng: &mut Rng,
+    ) -> Self {
+        let heads = owned_heads(scenario.heads, shape.tp, TpRank(tp))
             .expect("scenarios pick powers of two, which divide one another");
+        let stage = stage_layers(scenario.layers, shape.pp)
+            .expect("scenarios pick no more stages than layers")[pp as usize];
         let (held, blocks) = (u64::from(heads.count()), u64::from(scenario.num_blocks));
         let page = u64::from(BLOCK_TOKENS) * WORD_BYTES;
         let padding = WORD_BYTES * rng.within(0, 3);
         let order = rng.below(3);
         let mut layers = Vec::new();
         let mut regions = Vec::new();
-        for layer in 0..scenario.layers {
+        for layer in 0..stage.count() {
             let mut parts = Vec::new();
             let mut end = WORD_BYTES * rng.within(0, 2);
             for _ in 0..scenario.parts {
@@ -99,7 +109,7 @@ impl RankMemory {
             }
             regions.push(vec![0_u8; to_index(end)]);
             layers.push(LayerCache {
-                name: format!("model.layers.{layer}.self_attn.attn"),
+                name: format!("model.layers.{}.self_attn.attn", stage.first + layer),
                 region: layer,
                 parts,
                 group: 0,
@@ -122,6 +132,7 @@ impl RankMemory {
         let mut memory = Self {
             cache,
             heads,
+            first_layer: stage.first,
             regions,
         };
         for block in 0..scenario.num_blocks {
@@ -184,7 +195,7 @@ impl RankMemory {
                         + in_page;
                     let word = Word {
                         prompt,
-                        layer: layer.region,
+                        layer: self.first_layer + layer.region,
                         part: number,
                         head: self.heads.first + head,
                         token,

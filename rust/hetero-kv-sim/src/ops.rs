@@ -11,6 +11,13 @@ use crate::fault::Fault;
 use crate::reader::Fence;
 use crate::world::{Event, Host, World};
 
+/// One rank of a prefill engine, as a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct SourceRank {
+    pub(crate) tp: u32,
+    pub(crate) pp: u32,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OpKind {
     Data,
@@ -29,7 +36,7 @@ pub(crate) struct Op {
     pub(crate) kind: OpKind,
     pub(crate) prefill: usize,
     pub(crate) prefill_incarnation: u64,
-    pub(crate) source: TpRank,
+    pub(crate) source: SourceRank,
     pub(crate) runs: Vec<Run>,
     /// Runs copied so far.
     pub(crate) copied: usize,
@@ -46,7 +53,8 @@ impl Op {
 }
 
 impl World {
-    pub(crate) fn launch_op(&mut self, mut op: Op) {
+    /// Puts an operation in flight under a number that was taken for it.
+    pub(crate) fn launch_op(&mut self, id: u64, mut op: Op) {
         let mut takes = self.millis(0, 3);
         if self.book.may(Fault::ReadFails) && self.rng.permille(40) {
             self.book.happened(Fault::ReadFails);
@@ -59,8 +67,11 @@ impl World {
             self.book.happened(Fault::ReadSlow);
             takes += self.millis(50, 900);
         }
-        let id = self.number();
         self.ops.insert(id, op);
+        if self.book.may(Fault::DataBreaks) && self.rng.permille(60) {
+            let at = takes.mul_f64(self.rng.below(1000) as f64 / 1000.0);
+            self.after(at, Event::DataBreaks(id));
+        }
         self.after(takes / 2, Event::OpHalf(id));
         self.after(takes, Event::OpDone(id));
     }
@@ -80,6 +91,9 @@ impl World {
         if op.outcome.is_err() {
             return;
         }
+        let place = self.prefill[op.prefill]
+            .shape
+            .index(op.source.tp, op.source.pp);
         let Some(source) = self.prefill[op.prefill].engine.as_ref() else {
             op.outcome = Err(FailureReason::PeerLost);
             return;
@@ -91,11 +105,7 @@ impl World {
             op.outcome = Err(FailureReason::PeerLost);
             return;
         }
-        let Some(holder) = source
-            .ranks
-            .get(op.source.0 as usize)
-            .filter(|holder| holder.alive)
-        else {
+        let Some(holder) = source.ranks.get(place).filter(|holder| holder.alive) else {
             op.outcome = Err(FailureReason::PeerLost);
             return;
         };
@@ -156,9 +166,16 @@ impl World {
         };
         job.in_flight -= 1;
         if op.outcome == Err(FailureReason::PeerLost) && job.stopped.is_none() {
-            job.lost_source = Some(op.source);
+            job.lost_source = Some(TpRank(op.source.tp));
+        }
+        let bytes = op.runs.iter().map(|run| run.bytes).sum();
+        match (&op.outcome, op.kind) {
+            (Ok(()), OpKind::Data) => job.book.landed(op.source, bytes),
+            (Ok(()), OpKind::LeasePage) => job.book.fenced(op.source),
+            (Err(_), _) => job.book.failed(op.source),
         }
         let piece = &mut job.pieces[op.piece];
+        piece.posted.retain(|(posted, _)| *posted != id);
         piece.in_flight -= 1;
         match op.outcome {
             Err(reason) => self.stop_read(d, op.incarnation, op.rank, &op.request, reason),
@@ -166,5 +183,43 @@ impl World {
             Ok(()) => {}
         }
         self.read_on(d, op.incarnation, op.rank, &op.request);
+    }
+
+    /// A data connection breaks: its operations write nothing more once it is closed, and are posted
+    /// again on the next one, once. A source that is lost again is lost.
+    pub(crate) fn data_breaks(&mut self, id: u64) {
+        let Some(op) = self.ops.get(&id) else {
+            return;
+        };
+        let (d, incarnation, rank, index) = (op.decode, op.incarnation, op.rank, op.piece);
+        let (request, source) = (op.request.clone(), op.source);
+        self.book.happened(Fault::DataBreaks);
+        let Some(engine) = &mut self.decode[d].engine else {
+            return;
+        };
+        let Some(job) = engine.ranks[rank].jobs.get_mut(&request) else {
+            return;
+        };
+        let piece = &mut job.pieces[index];
+        let broken: Vec<(u64, Vec<Run>)> = piece.posted.drain(..).collect();
+        job.in_flight -= piece.in_flight;
+        piece.in_flight = 0;
+        let lost = std::mem::replace(&mut piece.lost_once, true);
+        if piece.fence == Fence::Posted {
+            piece.fence = Fence::ToCome;
+        }
+        for (id, runs) in broken.into_iter().rev() {
+            self.ops.remove(&id);
+            if !runs.is_empty() {
+                piece.batches.push_front(runs);
+            }
+        }
+        self.book.count("reads posted again");
+        if lost {
+            job.lost_source = job.lost_source.or(Some(TpRank(source.tp)));
+            job.book.failed(source);
+            self.stop_read(d, incarnation, rank, &request, FailureReason::PeerLost);
+        }
+        self.read_on(d, incarnation, rank, &request);
     }
 }

@@ -15,6 +15,7 @@ use crate::ledger::{End, Ledger};
 use crate::memory::{LeasePage, RankMemory};
 use crate::pool::Pool;
 use crate::router::fields;
+use crate::scenario::Shape;
 use crate::world::{Event, Host, World};
 
 /// One rank that is read.
@@ -72,7 +73,7 @@ pub(crate) struct PrefillEngine {
 /// A place where a prefill engine runs, and over restarts another.
 #[derive(Debug)]
 pub(crate) struct PrefillHost {
-    pub(crate) tp: u32,
+    pub(crate) shape: Shape,
     pub(crate) clock: Clock,
     pub(crate) paused_until: Time,
     /// Without power: nothing answers, nothing refuses.
@@ -81,9 +82,9 @@ pub(crate) struct PrefillHost {
 }
 
 impl PrefillHost {
-    pub(crate) fn new(tp: u32, clock: Clock) -> Self {
+    pub(crate) fn new(shape: Shape, clock: Clock) -> Self {
         Self {
-            tp,
+            shape,
             clock,
             paused_until: Time::ZERO,
             vanished: false,
@@ -152,25 +153,25 @@ impl World {
     /// A new start of a prefill engine.
     pub(crate) fn start_prefill(&mut self, p: usize) {
         let incarnation = self.number();
-        let tp = self.prefill[p].tp;
+        let shape = self.prefill[p].shape;
         let identity = EngineIdentity {
             engine: EngineId::new(&format!("prefill-{p}")).expect("short and printable"),
             incarnation: Incarnation(incarnation),
             dp_rank: DpRank(u32::try_from(p).unwrap_or(0)),
-            tp_size: tp,
-            pp_size: 1,
+            tp_size: shape.tp,
+            pp_size: shape.pp,
             dp_size: 1,
         };
         let slots = self.scenario.lease_slots;
         let mut ranks = Vec::new();
         let mut cards = Vec::new();
-        for rank in 0..tp {
-            let memory = RankMemory::new(&self.scenario, tp, rank, &mut self.rng);
+        for (tp, pp) in shape.ranks() {
+            let memory = RankMemory::new(&self.scenario, shape, (tp, pp), &mut self.rng);
             let page = LeasePage::new(slots, self.rng.bits() | 1);
             cards.push(WorkerCard {
                 dp_rank: identity.dp_rank,
-                tp_rank: TpRank(rank),
-                pp_rank: PpRank(0),
+                tp_rank: TpRank(tp),
+                pp_rank: PpRank(pp),
                 cache: memory.cache.clone(),
                 endpoints: Endpoints {
                     process: Some(ProcessEndpoint {
@@ -186,7 +187,7 @@ impl World {
                     }),
                     tcp: Some(TcpEndpoint {
                         host: format!("prefill-{p}"),
-                        port: data_port(p, rank as usize),
+                        port: data_port(p, shape.index(tp, pp)),
                     }),
                 },
             });
@@ -199,7 +200,7 @@ impl World {
         }
         let times = self.scenario.times;
         self.book
-            .trace(|| format!("prefill {p} starts, tp {tp}, incarnation {incarnation}"));
+            .trace(|| format!("prefill {p} starts, {shape:?}, incarnation {incarnation}"));
         self.prefill[p].vanished = false;
         self.prefill[p].engine = Some(PrefillEngine {
             producer: Producer::new(identity.clone(), fields(), cards, times, slots),

@@ -177,7 +177,7 @@ impl World {
                         dp_rank: engine.identity.dp_rank,
                         request_id,
                         tp_size: engine.identity.tp_size,
-                        pp_size: 1,
+                        pp_size: engine.identity.pp_size,
                         block_ids: prefill.block_ids,
                         num_tokens: client.tokens,
                         lease_epoch: lease.epoch.0,

@@ -6,10 +6,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use hetero_kv_core::failure::FailureReason;
-use hetero_kv_core::ids::{BlockId, LeaseRef, TpRank};
+use hetero_kv_core::ids::{BlockId, DpRank, LeaseRef, PpRank, TpRank};
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::memory::Run;
-use hetero_kv_core::plan::{BlockPair, Owner, Pairing, SourceChooser, expand};
+use hetero_kv_core::plan::{
+    GroupBlocks, Owner, Pairing, RoundRobinGate, SourceChooser, Striping, Transfer,
+};
 use hetero_kv_core::step::{LoadOrder, PeerId, StepOrders};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::message::Layout;
@@ -17,7 +19,9 @@ use hetero_kv_core::wire::message::Layout;
 use crate::book::Invariant;
 use crate::fault::Fault;
 use crate::memory::RankMemory;
-use crate::ops::{Op, OpKind};
+use crate::ops::{Op, OpKind, SourceRank};
+use crate::reads::ReadBook;
+use crate::scenario::{BLOCK_TOKENS, Shape};
 use crate::world::{Event, World};
 
 /// Runs of one operation.
@@ -76,6 +80,8 @@ pub(crate) struct Job {
     pub(crate) stopped: Option<FailureReason>,
     pub(crate) lost_source: Option<TpRank>,
     pub(crate) in_flight: u32,
+    /// The reference model's.
+    pub(crate) book: ReadBook,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,69 +94,115 @@ pub(crate) enum Fence {
 /// What a job reads from one source.
 #[derive(Debug)]
 pub(crate) struct Piece {
-    pub(crate) source: TpRank,
+    pub(crate) source: SourceRank,
     /// First word of the source's lease page, by its card.
     pub(crate) nonce: u64,
     pub(crate) batches: VecDeque<Vec<Run>>,
+    /// Operations in flight and their runs, in the order they were posted.
+    pub(crate) posted: Vec<(u64, Vec<Run>)>,
     pub(crate) in_flight: u32,
+    /// Whether a connection was lost under it: the second time it fails.
+    pub(crate) lost_once: bool,
     pub(crate) fence: Fence,
 }
 
 /// A rank in its engine, for planning.
 struct Place {
-    tp: u32,
-    rank: usize,
+    dp_rank: DpRank,
+    shape: Shape,
+    tp_rank: TpRank,
     heads: KvHeads,
+    striping: Striping,
 }
 
+/// How equal holders are chosen among, as the product's worker does.
+fn chooser(place: &Place, layout: &Layout, order: &LoadOrder) -> SourceChooser {
+    let weights = order.choice.weights.clone();
+    let Some(sequence) = order.choice.sequence else {
+        return SourceChooser::weighted(order.transfer_id, weights);
+    };
+    let gate = RoundRobinGate {
+        decode_world_size: place.shape.tp * place.shape.pp,
+        mla: place.heads == KvHeads::Latent,
+        prefill_dp: layout.from.dp_size,
+        prefill_tp: layout.from.tp_size,
+    };
+    SourceChooser::round_robin(order.transfer_id, weights, gate, place.dp_rank, sequence)
+}
+
+/// What this rank reads from whom, by the planner that ships. A plan that does not move every byte
+/// of the blocks is none, as in the product's worker.
 fn plan(
     place: &Place,
     local: &RankCache,
     layout: &Layout,
     order: &LoadOrder,
 ) -> Option<Vec<Piece>> {
-    let pairing = Pairing::new(layout.from.tp_size, place.tp, place.heads).ok()?;
-    let rank = TpRank(u32::try_from(place.rank).ok()?);
-    let chooser = SourceChooser::weighted(order.transfer_id, order.choice.weights.clone());
-    let plan = pairing.rank_plan(rank, &chooser).ok()?;
-    let blocks: Vec<BlockPair> = order
-        .source_blocks
-        .iter()
-        .zip(&order.dest_blocks)
-        .map(|(source, dest)| BlockPair {
-            source: *source,
-            dest: *dest,
-        })
-        .collect();
-    let caches: Vec<(TpRank, &RankCache)> = layout
+    let pairing = Pairing::new(layout.from.tp_size, place.shape.tp, place.heads).ok()?;
+    let chooser = chooser(place, layout, order);
+    let remote: Vec<(PpRank, TpRank, &RankCache)> = layout
         .workers
         .iter()
-        .map(|worker| (worker.tp_rank, &worker.cache))
+        .map(|worker| (worker.pp_rank, worker.tp_rank, &worker.cache))
         .collect();
-    let runs = expand(&plan, local, &caches, &blocks).ok()?;
+    let group = |blocks| GroupBlocks {
+        block_tokens: BLOCK_TOKENS,
+        first_index: order.first_block,
+        blocks,
+    };
+    let dest = group(&order.dest_blocks);
+    let plan = Transfer {
+        pairing: &pairing,
+        tp_rank: place.tp_rank,
+        consumer_stages: place.shape.pp,
+        chooser: &chooser,
+        striping: place.striping,
+        local,
+        remote: &remote,
+        tokens: dest.tokens(),
+        source_groups: &[group(&order.source_blocks)],
+        dest_groups: &[dest],
+    }
+    .plan()
+    .ok()?;
+    let wanted = local.block_bytes() * order.dest_blocks.len() as u64;
+    if plan.bytes() != wanted {
+        return None;
+    }
     let owner = Owner {
         engine: layout.from.engine.clone(),
         incarnation: layout.from.incarnation,
         dp_rank: layout.from.dp_rank,
     };
-    let routes = plan.routes(&owner, hetero_kv_core::ids::PpRank(0));
-    routes
-        .iter()
-        .zip(runs)
-        .map(|(route, (_, runs))| {
-            let card = layout
-                .workers
-                .iter()
-                .find(|worker| worker.tp_rank == route.tp_rank())?;
+    plan.routes(&owner)
+        .into_iter()
+        .zip(plan.reads)
+        .map(|(route, read)| {
+            let card = layout.workers.iter().find(|worker| {
+                (worker.tp_rank, worker.pp_rank) == (route.tp_rank(), route.pp_rank())
+            })?;
             Some(Piece {
-                source: route.tp_rank(),
+                source: SourceRank {
+                    tp: route.tp_rank().0,
+                    pp: route.pp_rank().0,
+                },
                 nonce: card.endpoints.process.as_ref()?.lease_page_nonce,
-                batches: runs.chunks(BATCH_RUNS).map(<[Run]>::to_vec).collect(),
+                batches: read.runs.chunks(BATCH_RUNS).map(<[Run]>::to_vec).collect(),
+                posted: Vec::new(),
                 in_flight: 0,
+                lost_once: false,
                 fence: Fence::ToCome,
             })
         })
         .collect()
+}
+
+/// What each source has to bring, for the reference model.
+fn shares(pieces: &[Piece]) -> impl Iterator<Item = (SourceRank, u64)> + '_ {
+    pieces.iter().map(|piece| {
+        let bytes = piece.batches.iter().flatten().map(|run| run.bytes).sum();
+        (piece.source, bytes)
+    })
 }
 
 impl World {
@@ -171,7 +223,8 @@ impl World {
                 .broken(Invariant::Spins, "orders do not decode".into());
             return;
         };
-        let (tp, clock, heads) = (self.decode[d].tp, self.decode[d].clock, self.scenario.heads);
+        let (shape, clock) = (self.decode[d].shape, self.decode[d].clock);
+        let (heads, striping) = (self.scenario.heads, self.scenario.striping);
         let Some(engine) = &mut self.decode[d].engine else {
             return;
         };
@@ -184,7 +237,13 @@ impl World {
         }
         let mut begun = Vec::new();
         for load in orders.loads {
-            let place = Place { tp, rank, heads };
+            let place = Place {
+                dp_rank: engine.identity.dp_rank,
+                shape,
+                tp_rank: TpRank(u32::try_from(rank).unwrap_or(0) % shape.tp),
+                heads,
+                striping,
+            };
             let layout = reading.peers.get(&load.peer);
             let planned = layout.and_then(|layout| {
                 let pieces = plan(&place, &reading.memory.cache, layout, &load)?;
@@ -196,6 +255,10 @@ impl World {
             };
             let deadline = made_at + Duration::from_millis(load.deadline_ms);
             begun.push((load.request_id.clone(), deadline));
+            let read_book = ReadBook::new(shares(&pieces));
+            if read_book.sources() > 1 {
+                self.book.count("reads of several sources");
+            }
             let job = Job {
                 lease: load.lease,
                 prefill: prefill as usize,
@@ -207,6 +270,7 @@ impl World {
                 stopped: None,
                 lost_source: None,
                 in_flight: 0,
+                book: read_book,
             };
             reading.jobs.insert(load.request_id, job);
         }
@@ -274,6 +338,9 @@ impl World {
             if batch.is_none() {
                 piece.fence = Fence::Posted;
             }
+            self.numbers += 1;
+            let id = self.numbers;
+            piece.posted.push((id, batch.clone().unwrap_or_default()));
             piece.in_flight += 1;
             job.in_flight += 1;
             let op = Op {
@@ -297,7 +364,7 @@ impl World {
                 lease: job.lease,
                 nonce: piece.nonce,
             };
-            self.launch_op(op);
+            self.launch_op(id, op);
         }
     }
 
@@ -352,6 +419,9 @@ impl World {
             && let Some(job) = engine.ranks[rank].jobs.get_mut(request)
         {
             job.in_flight = 0;
+            for piece in &mut job.pieces {
+                piece.posted.clear();
+            }
         }
         self.read_on(d, incarnation, rank, request);
     }
@@ -374,6 +444,14 @@ impl World {
         let timed_out = failure == Some(FailureReason::LeaseExpired) && whole_time;
         self.book
             .trace(|| format!("decode {d} rank {rank}: {request} read, {failure:?}"));
+        if failure.is_none()
+            && let Some(problem) = job.book.unproven()
+        {
+            self.book.broken(
+                Invariant::ReadUnproven,
+                format!("decode {d} rank {rank} reports {request} as read: {problem}"),
+            );
+        }
         reading.results.push(Report {
             request: request.to_owned(),
             failure: failure.map(|reason| (reason, timed_out)),

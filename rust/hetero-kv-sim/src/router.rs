@@ -7,7 +7,7 @@ use hetero_kv_core::digest::PromptHasher;
 use hetero_kv_core::ids::{Incarnation, PromptDigest, TransferId};
 use hetero_kv_core::layout::CompatFields;
 use hetero_kv_core::wire::params::RemotePrefill;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::book::Outcome;
 use crate::decode::DecodeMail;
@@ -256,7 +256,16 @@ impl World {
         self.send_leg(id.to_owned(), leg, delay);
     }
 
-    fn send_leg(&mut self, id: String, leg: Leg, delay: Duration) {
+    fn send_leg(&mut self, id: String, mut leg: Leg, delay: Duration) {
+        // Some router knows the host by another name.
+        if self.rng.permille(150)
+            && let Ok(Value::Object(mut params)) = serde_json::from_str(&leg.params_text)
+            && let Some(Value::String(host)) = params.get_mut("remote_host")
+        {
+            host.push_str(".local");
+            leg.params_text = Value::Object(params).to_string();
+            self.book.count("legs by another name of the host");
+        }
         self.book.trace(|| {
             format!(
                 "router sends {id} (prompt {}, {} tokens, {:?} params) to decode {}",

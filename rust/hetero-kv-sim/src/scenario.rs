@@ -10,7 +10,7 @@ use hetero_kv_core::producer::LeaseTimes;
 
 use crate::fault::Fault;
 use crate::rng::Rng;
-use hetero_kv_core::plan::SourcePolicy;
+use hetero_kv_core::plan::{SourcePolicy, Striping};
 
 /// How much trouble.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +21,27 @@ pub enum Profile {
     Mixed,
     /// Every kind at once.
     Storm,
+}
+
+/// Ranks of one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Ranks of its tensor parallel group.
+    pub tp: u32,
+    /// Stages of its pipeline.
+    pub pp: u32,
+}
+
+impl Shape {
+    /// Its ranks, stage by stage: (tp, pp).
+    pub(crate) fn ranks(self) -> impl Iterator<Item = (u32, u32)> {
+        (0..self.pp).flat_map(move |pp| (0..self.tp).map(move |tp| (tp, pp)))
+    }
+
+    /// The place of a rank among [`Shape::ranks`].
+    pub(crate) fn index(self, tp: u32, pp: u32) -> usize {
+        (pp * self.tp + tp) as usize
+    }
 }
 
 /// One run's setting.
@@ -38,10 +59,12 @@ pub struct Scenario {
     pub parts: u32,
     /// Whether a page of one head is opaque, as in vLLM's CPU attention, or a row per token.
     pub opaque_pages: bool,
-    /// Tensor parallel size of each prefill engine.
-    pub prefill_tp: Vec<u32>,
-    /// Tensor parallel size of each decode engine.
-    pub decode_tp: Vec<u32>,
+    /// Ranks of each prefill engine.
+    pub prefill: Vec<Shape>,
+    /// Ranks of each decode engine.
+    pub decode: Vec<Shape>,
+    /// When decode reads several holders of the same heads at once.
+    pub striping: Striping,
     /// Blocks of each engine.
     pub num_blocks: u32,
     /// Lease slots of each prefill engine.
@@ -64,6 +87,8 @@ pub struct Scenario {
 
 /// Tokens a block holds.
 pub const BLOCK_TOKENS: u32 = 4;
+/// Most stages of a pipeline that is drawn: as many as decode pairs with.
+const STAGES_MAX: u32 = 1;
 /// Longest prompt.
 pub const PROMPT_TOKENS_MAX: u32 = 36;
 
@@ -90,17 +115,32 @@ impl Scenario {
         };
         let millis = |rng: &mut Rng, first, last| Duration::from_millis(rng.within(first, last));
         let lease = millis(&mut rng, 2000, 4000);
-        let lengths: Vec<u32> = (0..4).map(|_| rng.pick(&[1, 2, 4])).collect();
+        let layers = rng.count(1, 3);
+        let shapes: Vec<Shape> = (0..4)
+            .map(|_| Shape {
+                tp: rng.pick(&[1, 2, 4]),
+                pp: rng.pick(&[1, 1, 2, 3]).min(layers).min(STAGES_MAX),
+            })
+            .collect();
+        let striping = if rng.permille(500) {
+            Striping {
+                threshold_bytes: rng.within(1, 600),
+                holders_max: rng.count(2, 4),
+            }
+        } else {
+            Striping::OFF
+        };
         let trouble_until = Duration::from_secs(rng.within(8, 20));
         Self {
             seed,
             profile,
             heads,
-            layers: rng.count(1, 3),
+            layers,
+            striping,
             parts: rng.count(1, 2),
             opaque_pages: rng.permille(500),
-            prefill_tp: lengths[..1 + rng.index(2)].to_vec(),
-            decode_tp: lengths[2..3 + rng.index(2)].to_vec(),
+            prefill: shapes[..1 + rng.index(2)].to_vec(),
+            decode: shapes[2..3 + rng.index(2)].to_vec(),
             num_blocks: rng.count(24, 48),
             lease_slots: rng.count(3, 16),
             requests: rng.count(8, 28),
@@ -120,7 +160,11 @@ impl Scenario {
                 heartbeat: Duration::from_secs(1),
                 peer_silence: Duration::from_secs(3),
                 backoff: Duration::from_millis(250),
-                source_policy: SourcePolicy::Hash,
+                source_policy: rng.pick(&[
+                    SourcePolicy::Hash,
+                    SourcePolicy::Hash,
+                    SourcePolicy::RoundRobin,
+                ]),
             },
             faults,
             trouble_until,

@@ -53,6 +53,13 @@ fn fresh_seeds_hold_and_every_kind_of_trouble_comes() {
         Vec::new(),
         "trouble that never came in seeds from {base}"
     );
+    for event in [
+        "reads of several sources",
+        "reads posted again",
+        "legs by another name of the host",
+    ] {
+        assert!(coverage.events.contains_key(event), "no {event}");
+    }
     let answered = coverage.outcomes[&Outcome::Answered];
     let all: u64 = coverage.outcomes.values().sum();
     assert!(

@@ -134,6 +134,7 @@ impl World {
             | Fault::ReadSlow
             | Fault::ReadStalls
             | Fault::ReadFails
+            | Fault::DataBreaks
             | Fault::QuiesceSlow
             | Fault::ReadStrays
             | Fault::Restart

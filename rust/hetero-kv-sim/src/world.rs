@@ -61,6 +61,8 @@ pub(crate) enum Event {
     /// Half of an operation's bytes have been copied.
     OpHalf(u64),
     OpDone(u64),
+    /// The data connection that an operation is on breaks.
+    DataBreaks(u64),
     /// (decode, incarnation, rank, request)
     ReaderDeadline(usize, u64, usize, String),
     Quiesced(usize, u64, usize, String),
@@ -93,6 +95,7 @@ impl Event {
             // The hardware and the kernel go on while a process stands still.
             | Self::OpHalf(_)
             | Self::OpDone(_)
+            | Self::DataBreaks(_)
             | Self::Trouble
             | Self::Heal
             | Self::KillPrefill(..)
@@ -113,7 +116,7 @@ pub(crate) struct World {
     pub(crate) links: BTreeMap<u64, Link>,
     pub(crate) ops: BTreeMap<u64, Op>,
     /// Numbers for links, operations, incarnations.
-    numbers: u64,
+    pub(crate) numbers: u64,
     pub(crate) clients: Vec<Client>,
     pub(crate) legs: BTreeMap<String, Leg>,
     /// (prefill, decode) hosts that cannot reach each other until then.
@@ -139,14 +142,14 @@ impl World {
             }
         };
         let prefill = scenario
-            .prefill_tp
+            .prefill
             .iter()
-            .map(|tp| PrefillHost::new(*tp, clock()))
+            .map(|shape| PrefillHost::new(*shape, clock()))
             .collect();
         let decode = scenario
-            .decode_tp
+            .decode
             .iter()
-            .map(|tp| DecodeHost::new(*tp, clock()))
+            .map(|shape| DecodeHost::new(*shape, clock()))
             .collect();
         let mut world = Self {
             scenario,
@@ -311,6 +314,7 @@ impl World {
             Event::BreakLink(link, arrives) => self.break_link(link, arrives),
             Event::OpHalf(op) => self.op_half(op),
             Event::OpDone(op) => self.op_done(op),
+            Event::DataBreaks(op) => self.data_breaks(op),
             Event::ReaderDeadline(d, incarnation, rank, request) => {
                 self.reader_deadline(d, incarnation, rank, &request);
             }
