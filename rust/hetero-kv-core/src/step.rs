@@ -38,7 +38,9 @@ pub struct StepOrders {
 }
 
 impl StepOrders {
-    /// As they travel in vLLM's connector metadata.
+    /// As they travel in vLLM's connector metadata: msgpack arrays, fields by position. In every
+    /// struct that gets here (a card's and its caches' too) a field that may be skipped has to be the
+    /// last one, or those behind it are read as it.
     pub fn encode(&self) -> Result<Vec<u8>, StepError> {
         rmp_serde::to_vec(self).map_err(|error| StepError(error.to_string()))
     }
@@ -137,3 +139,6 @@ pub struct Extension {
     /// Time left, in milliseconds from when the worker gets this.
     pub deadline_ms: u64,
 }
+
+#[cfg(test)]
+mod tests;

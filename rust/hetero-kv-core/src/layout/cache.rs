@@ -50,7 +50,8 @@ pub struct Part {
     pub row_bytes: u64,
     /// Tokens of a block, where the bytes of each can be told apart: `rows` is then this (a row per
     /// token) or 1 (all tokens one after another in one row). 0: the page is opaque and moves only
-    /// whole, between blocks of one size.
+    /// whole, between blocks of one size. The last field, because it may be left out where fields
+    /// are told apart by position (step orders).
     #[serde(default, skip_serializing_if = "is_zero")]
     pub block_tokens: u32,
 }
@@ -96,7 +97,8 @@ pub struct LayerCache {
     /// be cut by token, the bytes of a token are those of its parts one after another, so that K
     /// and V may be joined on one side and split on the other.
     pub parts: Vec<Part>,
-    /// Which of the engine's KV cache groups, and so which list of blocks, the layer belongs to.
+    /// Which of the engine's KV cache groups, and so which list of blocks, the layer belongs to. Last
+    /// as in [`Part`].
     #[serde(default, skip_serializing_if = "is_zero")]
     pub group: u32,
 }
