@@ -23,7 +23,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "hetero_kv_bytes_read",
         "counter",
-        "Decode: bytes of KV read from a prefill rank and proven right, over all ranks.",
+        "Decode: bytes of KV read from a prefill rank and proven right, over all ranks. After 256 "
+        "prefill engines in one process further ones are source_engine `other`.",
         ("source_engine", "source_dp", "source_tp", "transport"),
     ),
     Metric(

@@ -206,6 +206,24 @@ SETTINGS: tuple[Setting, ...] = (
         1,
         1_048_576,
     ),
+    Setting(
+        "readers_max",
+        "int",
+        256,
+        "Prefill: most decode ranks that read one rank over `tcp` at once, a thread and a connection "
+        "each; one more is refused by name.",
+        1,
+        65_536,
+    ),
+    Setting(
+        "sources_max",
+        "int",
+        256,
+        "Decode: most prefill ranks that one rank reads at once, a thread and a connection each. A "
+        "load that finds no room is read from fewer sources, or waits.",
+        1,
+        65_536,
+    ),
 )
 
 KEPT_BY_PYTHON = frozenset(("empty_step_wait_ms", "lock_step_wait_ms"))

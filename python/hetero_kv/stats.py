@@ -19,6 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from hetero_kv._metrics import METRICS
 
+SOURCE_ENGINES_MAX = 256
+"""Prefill engines that have series of their own in one process; vLLM draws an engine id at each start,
+so a decode engine that outlives many of them would grow without end. Later ones are one series."""
+SOURCE_ENGINES_REST = "other"
+
 Key = str
 """A metric and its label values, as one JSON list: vLLM's transport takes texts as keys only."""
 
@@ -107,6 +112,12 @@ class HeteroKVPromMetrics(KVConnectorPromMetrics):
             "histogram": self._histogram_cls,
         }
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        self._source_engines: set[str] = set()
+        self._engine_label = {
+            metric.name: metric.labels.index("source_engine")
+            for metric in METRICS
+            if "source_engine" in metric.labels
+        }
         for metric in METRICS:
             extra: dict[str, Any] = {}
             if metric.kind == "histogram":
@@ -130,6 +141,8 @@ class HeteroKVPromMetrics(KVConnectorPromMetrics):
         engine = self.per_engine_labelvalues[engine_idx]
         for series, amount in transfer_stats_data.get("counters", {}).items():
             name, *labels = json.loads(series)
+            if (at := self._engine_label.get(name)) is not None:
+                labels[at] = self._bounded(labels[at])
             self._metrics[name].labels(*engine, *labels).inc(amount)
         for series, value in transfer_stats_data.get("gauges", {}).items():
             name, *labels = json.loads(series)
@@ -138,3 +151,8 @@ class HeteroKVPromMetrics(KVConnectorPromMetrics):
             name, *labels = json.loads(series)
             for value in values:
                 self._metrics[name].labels(*engine, *labels).observe(value)
+
+    def _bounded(self, source_engine: str) -> str:
+        if len(self._source_engines) < SOURCE_ENGINES_MAX:
+            self._source_engines.add(source_engine)
+        return source_engine if source_engine in self._source_engines else SOURCE_ENGINES_REST

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from contract_engine import make_config
 from hetero_kv._metrics import METRICS
 from hetero_kv.connector import HeteroKVConnector
-from hetero_kv.stats import HeteroKVStats, key
+from hetero_kv.stats import SOURCE_ENGINES_MAX, HeteroKVStats, key
 
 pytestmark = pytest.mark.vllm
 
@@ -121,6 +121,27 @@ def test_counters_count_up_and_gauges_replace(config_folder: Path) -> None:
     assert series[f"hetero_kv_unquiesced_loads{{{labels}}}"] == 0
     assert series[f"hetero_kv_load_seconds_count{{{labels}}}"] == 2
     assert series['hetero_kv_load_seconds_bucket{engine="1",le="0.005",model_name="m"}'] == 1
+
+
+def test_engines_started_over_and_over_do_not_grow_the_series(config_folder: Path) -> None:
+    reports = []
+    for number in range(SOURCE_ENGINES_MAX + 40):
+        stats = HeteroKVStats()
+        stats.count("hetero_kv_bytes_read", 1, f"start-{number}", "0", "1", "tcp")
+        reports.append(stats)
+    # One of the first goes on under its own name.
+    reports.append(reports[0])
+    series = {
+        name: value
+        for name, value in exposition(config_folder, *reports).items()
+        if name.startswith("hetero_kv_bytes_read_total{")
+    }
+    assert len(series) == SOURCE_ENGINES_MAX + 1
+    assert sum(series.values()) == SOURCE_ENGINES_MAX + 41
+    [rest] = [value for name, value in series.items() if 'source_engine="other"' in name]
+    assert rest == 40
+    [first] = [value for name, value in series.items() if 'source_engine="start-0"' in name]
+    assert first == 2
 
 
 def test_real_prometheus_classes_take_the_metrics(config_folder: Path) -> None:
