@@ -39,6 +39,8 @@ pub(crate) struct Settings {
     pub(crate) source_policy: SourcePolicy,
     pub(crate) stripe_bytes_min: u64,
     pub(crate) stripe_sources_max: u32,
+    pub(crate) readers_max: u32,
+    pub(crate) sources_max: u32,
 }
 
 /// An engine, from vLLM's configuration.
@@ -175,6 +177,7 @@ impl WorkerStart {
             roles: self.engine.roles(),
             server: ServerOptions {
                 address: settings.address(&self.engine),
+                connections_max: settings.readers_max as usize,
                 ..ServerOptions::default()
             },
             reader: ReaderOptions {
@@ -184,6 +187,7 @@ impl WorkerStart {
                     _ => TransportChoice::Auto,
                 },
                 quiesce_timeout: seconds(settings.quiesce_timeout_s),
+                sessions_max: settings.sources_max as usize,
                 ..ReaderOptions::default()
             },
             allow_ptracer: settings.allow_ptracer,

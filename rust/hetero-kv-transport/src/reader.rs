@@ -11,7 +11,7 @@ mod session;
 mod stats;
 mod work;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -141,9 +141,17 @@ pub enum SubmitError {
     /// As many jobs as there may be.
     #[error("{0} jobs are in flight, which is the limit")]
     TooManyJobs(usize),
-    /// As many sources as there may be, and all of them busy.
-    #[error("{0} sources are being read, which is the limit")]
+    /// As many sources as there may be, and all of them busy: later there may be room.
+    #[error("{0} sources are being read, which is the limit (sources_max)")]
     TooManySources(usize),
+    /// The job alone reads more sources than there may be.
+    #[error("a read of {sources} sources is over the limit of {most} (sources_max)")]
+    MoreSourcesThanMost {
+        /// Of the job.
+        sources: usize,
+        /// The limit.
+        most: usize,
+    },
     /// No thread or descriptor is left.
     #[error("cannot start a reading thread: {0}")]
     Start(io::Error),
@@ -220,6 +228,14 @@ impl Reader {
         }
         let mut pieces = job.pieces;
         pieces.retain(|piece| !piece.runs.is_empty());
+        let sources: BTreeSet<&Route> = pieces.iter().map(|piece| &piece.source.route).collect();
+        let most = self.shared.options.sessions_max;
+        if sources.len() > most {
+            return Err(SubmitError::MoreSourcesThanMost {
+                sources: sources.len(),
+                most,
+            });
+        }
         // Held open until the pieces are in, so that none of them ends in between.
         let mut sessions = Vec::with_capacity(pieces.len());
         for piece in &pieces {
@@ -276,7 +292,9 @@ impl Reader {
         for job in &done {
             state.jobs.remove(&job.id);
         }
-        stats::report_unquiesced(&state.jobs, self.shared.options.quiesce_timeout);
+        let jobs: Vec<Arc<Job>> = state.jobs.values().cloned().collect();
+        drop(state);
+        stats::report_unquiesced(&jobs, self.shared.options.quiesce_timeout);
         done
     }
 
@@ -300,18 +318,14 @@ impl Reader {
         }
         let mut state = self.lock();
         state.sessions.retain(|_, session| !session.closed());
+        let jobs: Vec<Arc<Job>> = state.jobs.values().cloned().collect();
+        let sessions: Vec<Arc<SessionHandle>> = state.sessions.values().cloned().collect();
+        drop(state);
         ReaderStats {
-            jobs_in_flight: state.jobs.values().filter(|job| !job.done()).count(),
-            jobs_unquiesced: stats::report_unquiesced(
-                &state.jobs,
-                self.shared.options.quiesce_timeout,
-            ),
+            jobs_in_flight: jobs.iter().filter(|job| !job.done()).count(),
+            jobs_unquiesced: stats::report_unquiesced(&jobs, self.shared.options.quiesce_timeout),
             sessions: *self.live(),
-            peers: state
-                .sessions
-                .values()
-                .map(|session| session.stats())
-                .collect(),
+            peers: sessions.iter().map(|session| session.stats()).collect(),
         }
     }
 

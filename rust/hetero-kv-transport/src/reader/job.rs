@@ -224,12 +224,15 @@ impl Job {
         if now().since(stopped) <= timeout {
             return false;
         }
-        if !state.reported_unquiesced {
-            state.reported_unquiesced = true;
+        let reported = mem::replace(&mut state.reported_unquiesced, true);
+        let failure = state.failure.clone();
+        // The session that ends this job must not wait for whoever reads the log.
+        drop(state);
+        if !reported {
             tracing::error!(
                 job = self.id,
                 ?timeout,
-                failure = ?state.failure,
+                ?failure,
                 "a stopped read may still write its blocks; they stay held"
             );
         }

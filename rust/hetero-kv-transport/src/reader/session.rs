@@ -81,10 +81,11 @@ impl SessionHandle {
         self.lock().closed
     }
 
-    /// Whether it has nothing to do.
+    /// Whether it has nothing to do and is not about to end.
     pub(super) fn idle(&self) -> bool {
         let mailbox = self.lock();
-        mailbox.pieces.is_empty() && mailbox.holds == 0 && mailbox.taken == 0
+        let nothing = mailbox.pieces.is_empty() && mailbox.holds == 0 && mailbox.taken == 0;
+        nothing && !mailbox.retire
     }
 
     /// Ends the session as soon as it has nothing to do.
@@ -223,7 +224,10 @@ impl Session {
             arrived
         };
         for mut piece in arrived {
-            if let Err(problem) = piece.prepare(&self.shared.memory) {
+            // Of a job that is over nothing is read, and its list of runs may be megabytes.
+            if !piece.job.should_stop(now())
+                && let Err(problem) = piece.prepare(&self.shared.memory)
+            {
                 let from = describe(&piece.source.route);
                 piece
                     .job
@@ -369,11 +373,14 @@ impl Session {
         let transport = chosen.connection.transport();
         self.connecting_since = None;
         let before = self.handle.connects.fetch_add(1, Ordering::Relaxed);
-        let mut known = self
-            .handle
-            .chosen
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let known = {
+            let mut known = self
+                .handle
+                .chosen
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            mem::replace(&mut *known, (Some(transport), chosen.why.clone()))
+        };
         if known.0 != Some(transport) {
             tracing::info!(
                 route = %describe(&self.handle.route),
@@ -384,8 +391,6 @@ impl Session {
         } else if before > 0 {
             tracing::debug!(route = %describe(&self.handle.route), %transport, "reached again");
         }
-        *known = (Some(transport), chosen.why.clone());
-        drop(known);
         self.connection = Some(chosen);
     }
 
@@ -546,3 +551,6 @@ impl Drop for Ending {
         shared.ended.notify_all();
     }
 }
+
+#[cfg(test)]
+mod tests;

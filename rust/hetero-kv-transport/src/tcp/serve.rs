@@ -119,7 +119,9 @@ impl Serving<'_> {
     fn refusal(&self, terms: Terms, attach: &Attach) -> Option<AttachRefused> {
         let refused = |code, text| Some(AttachRefused { code, text });
         if let Terms::Refuse { most } = terms {
-            let text = format!("{most} readers are served already, which is the limit");
+            let text = format!(
+                "{most} readers are served already, which is the limit (readers_max of the prefill engine)"
+            );
             return refused(AttachRefusal::Busy, text);
         }
         let place = self

@@ -15,9 +15,10 @@ use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::WorkerCard;
 use hetero_kv_core::wire::message::{EngineIdentity, Layout};
 
+use super::waiting::{Waiting, WaitingLoad};
 use super::{LoadReport, SourceRead, WorkerPlace};
 use crate::error::ReadFailureKind;
-use crate::reader::{JobDone, PieceRuns, ReadFailure, ReadJob, ReadPiece, Reader};
+use crate::reader::{JobDone, PieceRuns, ReadFailure, ReadJob, ReadPiece, Reader, SubmitError};
 use crate::transport::{Source, TransportName};
 
 /// Peers whose cards are kept; the one read longest ago makes room. Twice as many as the scheduler
@@ -34,6 +35,7 @@ pub(super) struct ConsumerRank {
     uses: u64,
     pub(super) loads: BTreeMap<u64, Load>,
     pub(super) by_request: BTreeMap<String, u64>,
+    pub(super) waiting: Waiting,
     next_job: u64,
 }
 
@@ -63,6 +65,7 @@ impl ConsumerRank {
             uses: 0,
             loads: BTreeMap::new(),
             by_request: BTreeMap::new(),
+            waiting: Waiting::default(),
             next_job: 0,
         }
     }
@@ -85,29 +88,71 @@ impl ConsumerRank {
         }
     }
 
+    /// Begins a load. One that finds no session free gives its order back, to wait: a read from
+    /// several sources is tried as one from a single source first, which may be read already.
     pub(super) fn begin(
         &mut self,
         place: &WorkerPlace,
         cache: &RankCache,
-        received_at: Time,
-        order: &LoadOrder,
-    ) -> Result<(), Failure> {
-        let (job, load) = self.plan(place, cache, received_at, order)?;
-        let id = job.id;
-        self.reader
-            .submit(job)
-            .map_err(|error| Failure::new(FailureReason::Transport, error.to_string()))?;
-        self.by_request.insert(order.request_id.clone(), id);
-        self.loads.insert(id, load);
-        Ok(())
+        waiting: WaitingLoad,
+    ) -> Result<Option<WaitingLoad>, (LoadOrder, Failure)> {
+        let mut striping = self.striping;
+        loop {
+            let (job, load) = match self.plan(place, cache, &waiting, striping) {
+                Ok(planned) => planned,
+                Err(failure) => return Err((waiting.order, failure)),
+            };
+            let id = job.id;
+            match self.reader.submit(job) {
+                Ok(()) => {
+                    self.by_request.insert(waiting.order.request_id, id);
+                    self.loads.insert(id, load);
+                    return Ok(None);
+                }
+                Err(SubmitError::TooManySources(_) | SubmitError::MoreSourcesThanMost { .. })
+                    if striping != Striping::OFF =>
+                {
+                    striping = Striping::OFF;
+                }
+                Err(SubmitError::TooManySources(_)) => return Ok(Some(waiting)),
+                Err(error) => {
+                    let failure = Failure::new(FailureReason::Transport, error.to_string());
+                    return Err((waiting.order, failure));
+                }
+            }
+        }
+    }
+
+    /// Tries loads again that wait for a session, and hands back those that cannot begin at all.
+    pub(super) fn begin_waiting(
+        &mut self,
+        place: &WorkerPlace,
+        cache: &RankCache,
+        now: Time,
+    ) -> Vec<(LoadOrder, Failure)> {
+        let mut failed = self.waiting.overdue(now);
+        let mut left = Vec::new();
+        for load in self.waiting.next() {
+            // Whoever came first gets the first place, so nobody is tried before it has one.
+            if !left.is_empty() {
+                left.push(load);
+                continue;
+            }
+            match self.begin(place, cache, load) {
+                Ok(still) => left.extend(still),
+                Err(end) => failed.push(end),
+            }
+        }
+        self.waiting.put_back(left);
+        failed
     }
 
     fn plan(
         &mut self,
         place: &WorkerPlace,
         cache: &RankCache,
-        received_at: Time,
-        order: &LoadOrder,
+        WaitingLoad { order, received_at }: &WaitingLoad,
+        striping: Striping,
     ) -> Result<(ReadJob, Load), Failure> {
         let refuse = |text: String| Failure::new(FailureReason::Plan, text);
         self.uses += 1;
@@ -145,7 +190,7 @@ impl ConsumerRank {
             tp_rank: place.tp_rank,
             consumer_stages: 1,
             chooser: &chooser,
-            striping: self.striping,
+            striping,
             local: cache,
             remote: &remote,
             // Blocks move whole: what lies behind the prompt's last token is nobody's.
@@ -196,7 +241,7 @@ impl ConsumerRank {
         let job = ReadJob {
             id,
             lease: order.lease,
-            deadline: received_at + Duration::from_millis(order.deadline_ms),
+            deadline: *received_at + Duration::from_millis(order.deadline_ms),
             pieces,
         };
         Ok((job, load))
@@ -263,7 +308,18 @@ fn chooser(place: &WorkerPlace, owner: &EngineIdentity, order: &LoadOrder) -> So
     SourceChooser::round_robin(order.transfer_id, weights, gate, place.dp_rank, sequence)
 }
 
-/// The source whose own doing the failure is: another holder of its heads may do better.
+/// The source to be avoided for a while, whose own doing the failure is: another holder of its heads
+/// may do better.
+///
+/// | kind | avoided | because |
+/// |---|---|---|
+/// | peer lost, unreachable | yes | its process, host or the way to it is gone; another's need not be |
+/// | deadline | no | the lease or the load's time was over: a slow source looks like a late order |
+/// | refused | no | it lives and answers: it serves as many as it may, or does not know its engine yet |
+/// | incarnation | no | the engine was started anew, and its other ranks with it |
+/// | lease gone | no | the engine has freed the blocks, on all its ranks |
+/// | cancelled | no | our scheduler side wanted it so |
+/// | out of bounds, local, not quiesced | no | this side's plan, memory or threads |
 fn lost_source(failure: &ReadFailure) -> Option<TpRank> {
     match failure.kind {
         ReadFailureKind::PeerLost | ReadFailureKind::Unreachable => {
@@ -292,3 +348,6 @@ fn reason_of(kind: ReadFailureKind) -> FailureReason {
         ReadFailureKind::NotQuiesced | ReadFailureKind::Local => FailureReason::Transport,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,6 +6,7 @@
 
 mod holder;
 mod loads;
+mod waiting;
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use hetero_kv_core::ids::{BlockId, DpRank, EngineId, PpRank, TpRank, TransferId}
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::plan::{Owner, Striping};
-use hetero_kv_core::step::StepOrders;
+use hetero_kv_core::step::{LoadOrder, StepOrders};
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 
 use crate::clock;
@@ -29,6 +30,7 @@ use crate::scheduler::Roles;
 use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
 use holder::Holder;
 use loads::ConsumerRank;
+use waiting::WaitingLoad;
 
 /// This rank's place in its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,6 +124,24 @@ pub struct LoadReport {
     pub lost_source: Option<TpRank>,
     /// From order to end.
     pub elapsed: Duration,
+}
+
+impl LoadReport {
+    /// Of a load that never began on this rank.
+    fn unread(order: LoadOrder, failure: Failure) -> Self {
+        Self {
+            request_id: order.request_id,
+            transfer_id: Some(order.transfer_id),
+            engine: None,
+            failure: Some(failure),
+            ordered: false,
+            invalid_blocks: order.dest_blocks,
+            planned_bytes: 0,
+            reads: Vec::new(),
+            lost_source: None,
+            elapsed: Duration::ZERO,
+        }
+    }
 }
 
 /// Bytes read from one source rank.
@@ -302,31 +322,32 @@ impl WorkerSide {
         for peer in orders.peers {
             consumer.learn(peer);
         }
-        for load in orders.loads {
-            if let Err(failure) = consumer.begin(&self.place, &self.card.cache, received_at, &load)
-            {
-                self.results.received.push(LoadReport {
-                    request_id: load.request_id,
-                    transfer_id: Some(load.transfer_id),
-                    engine: None,
-                    failure: Some(failure),
-                    ordered: false,
-                    invalid_blocks: load.dest_blocks,
-                    planned_bytes: 0,
-                    reads: Vec::new(),
-                    lost_source: None,
-                    elapsed: Duration::ZERO,
-                });
+        for order in orders.loads {
+            let load = WaitingLoad { order, received_at };
+            match consumer.begin(&self.place, &self.card.cache, load) {
+                Ok(None) => {}
+                Ok(Some(load)) => consumer.waiting.push(load),
+                Err((order, failure)) => {
+                    self.results
+                        .received
+                        .push(LoadReport::unread(order, failure));
+                }
             }
         }
         for extension in orders.extensions {
             if let Some(job) = consumer.by_request.get(&extension.request_id) {
                 let deadline = received_at + Duration::from_millis(extension.deadline_ms);
                 consumer.reader.extend(*job, deadline);
+            } else {
+                let (request, left_ms) = (&extension.request_id, extension.deadline_ms);
+                consumer.waiting.extend(request, received_at, left_ms);
             }
         }
         for cancel in orders.cancels {
-            if let Some(job) = consumer.by_request.get(&cancel.request_id) {
+            if let Some(order) = consumer.waiting.cancel(&cancel.request_id) {
+                let report = LoadReport::unread(order, cancel.failure);
+                self.results.received.push(report);
+            } else if let Some(job) = consumer.by_request.get(&cancel.request_id) {
                 if let Some(load) = consumer.loads.get_mut(job) {
                     load.cancelled.get_or_insert(cancel.failure);
                 }
@@ -356,6 +377,13 @@ impl WorkerSide {
                 if let Some(report) = consumer.end(done) {
                     self.results.received.push(report);
                 }
+            }
+            for (order, failure) in
+                consumer.begin_waiting(&self.place, &self.card.cache, clock::now())
+            {
+                self.results
+                    .received
+                    .push(LoadReport::unread(order, failure));
             }
         }
         std::mem::take(&mut self.results)

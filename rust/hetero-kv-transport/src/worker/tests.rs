@@ -1,6 +1,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
+use std::net::TcpListener;
 use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,8 +13,9 @@ use hetero_kv_core::ids::{
 use hetero_kv_core::plan::Striping;
 use hetero_kv_core::producer::ReleaseOrder;
 use hetero_kv_core::step::{
-    CancelOrder, FailOrder, LoadOrder, PeerCard, PeerId, SourceChoice, StepOrders,
+    CancelOrder, Extension, FailOrder, LoadOrder, PeerCard, PeerId, SourceChoice, StepOrders,
 };
+use hetero_kv_core::wire::card::{Endpoints, TcpEndpoint};
 use hetero_kv_core::wire::message::Layout;
 
 use super::{LoadReport, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
@@ -87,9 +89,12 @@ fn options(producer: bool, choice: TransportChoice) -> WorkerOptions {
 }
 
 fn rank(name: &str, producer: bool, choice: TransportChoice) -> Rank {
-    let seed = name.len();
+    rank_with(place(name), options(producer, choice))
+}
+
+fn rank_with(place: WorkerPlace, options: WorkerOptions) -> Rank {
+    let seed = place.engine.as_str().len();
     let memory = Memory::new(|at| (at * 7 + seed) as u8);
-    let (place, options) = (place(name), options(producer, choice));
     // SAFETY: `Rank` drops the side before the memory (order of its fields), and the memory is
     // only ever looked at through cells.
     let side = unsafe { WorkerSide::start(place, cache(memory.base()), options) };
@@ -428,4 +433,167 @@ fn a_plan_that_leaves_blocks_out_is_refused() {
     let failure = wait_report(&mut d).failure.expect("refused");
     assert_eq!(failure.reason, FailureReason::Plan, "{failure}");
     assert!(failure.text.contains("the blocks hold"), "{failure}");
+}
+
+/// A decode rank that reads at most so many sources at once.
+fn narrow(sources_max: usize, striping: Striping) -> Rank {
+    let mut options = options(false, TransportChoice::Tcp);
+    options.reader.sessions_max = sources_max;
+    options.striping = striping;
+    rank_with(place("dd"), options)
+}
+
+/// What arrived is counted where it arrives, what was planned where the plan is made.
+#[test]
+fn a_read_that_brought_other_than_its_plan_is_no_success() {
+    let p = named_producer("p");
+    for more in [1, -1] {
+        let mut d = rank("dd", false, TransportChoice::Auto);
+        let mut orders = orders_of(load("r"));
+        orders.peers = vec![peer(&p, "p")];
+        d.side.step(orders, Duration::ZERO);
+        let consumer = d.side.consumer.as_mut().expect("a consumer");
+        for load in consumer.loads.values_mut() {
+            load.planned_bytes = load.planned_bytes.wrapping_add_signed(more);
+        }
+        let report = wait_report(&mut d);
+        let failure = report.failure.expect("a gap, or bytes that nobody planned");
+        assert_eq!(failure.reason, FailureReason::Transport, "{failure}");
+        assert!(failure.text.contains("planned bytes arrived"), "{failure}");
+        assert_eq!(report.invalid_blocks, [BlockId(1), BlockId(9)]);
+        assert_eq!(report.lost_source, None);
+    }
+}
+
+/// A load of request "a" from a host that takes connections and says nothing, so that it stays under
+/// way; and another engine that serves.
+fn crowded(d: &mut Rank) -> (TcpListener, Rank) {
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let named = named_producer("ppp");
+    let served = PeerCard {
+        peer: PeerId(1),
+        ..peer(&named, "ppp")
+    };
+    let mut unserved = peer(&named, "p");
+    unserved.layout.workers[0].endpoints = Endpoints {
+        process: None,
+        tcp: Some(TcpEndpoint {
+            host: "127.0.0.1".into(),
+            port: silent.local_addr().expect("bound").port(),
+        }),
+    };
+    let mut orders = orders_of(load("a"));
+    orders.peers = vec![unserved, served];
+    d.side.step(orders, Duration::ZERO);
+    (silent, named)
+}
+
+fn from_the_other(request_id: &str, deadline_ms: u64) -> StepOrders {
+    orders_of(LoadOrder {
+        peer: PeerId(1),
+        deadline_ms,
+        ..load(request_id)
+    })
+}
+
+fn cancel(request_id: &str) -> StepOrders {
+    StepOrders {
+        cancels: vec![CancelOrder {
+            request_id: request_id.into(),
+            failure: Failure::new(FailureReason::Cancelled, "the client left"),
+        }],
+        ..StepOrders::default()
+    }
+}
+
+#[test]
+fn a_load_that_finds_no_session_waits_for_one() {
+    let mut d = narrow(1, Striping::OFF);
+    let (_silent, named) = crowded(&mut d);
+    d.side.step(from_the_other("b", 20_000), Duration::ZERO);
+    for _ in 0..20 {
+        assert!(d.side.take_results().received.is_empty(), "nothing fails");
+        thread::sleep(Duration::from_millis(2));
+    }
+    d.side.step(cancel("a"), Duration::ZERO);
+    assert_eq!(wait_report(&mut d).request_id, "a");
+    let report = wait_report(&mut d);
+    assert_eq!((report.request_id.as_str(), report.failure), ("b", None));
+    assert_eq!(d.memory.block(1), named.memory.block(5));
+    assert!(d.side.take_results().received.is_empty(), "once");
+}
+
+#[test]
+fn a_load_that_waits_is_cancelled_extended_and_ended_by_its_time() {
+    let mut d = narrow(1, Striping::OFF);
+    let (_silent, _named) = crowded(&mut d);
+    let untouched = d.memory.block(1);
+    for request in ["b", "c", "e"] {
+        d.side.step(from_the_other(request, 150), Duration::ZERO);
+    }
+    d.side.step(cancel("b"), Duration::ZERO);
+    let report = wait_report(&mut d);
+    assert_eq!(report.request_id, "b");
+    assert_eq!(
+        report.failure.expect("cancelled").reason,
+        FailureReason::Cancelled
+    );
+    assert_eq!(report.invalid_blocks, [BlockId(1), BlockId(9)]);
+    let more = StepOrders {
+        extensions: vec![Extension {
+            request_id: "c".into(),
+            deadline_ms: 20_000,
+        }],
+        ..StepOrders::default()
+    };
+    d.side.step(more, Duration::ZERO);
+    let report = wait_report(&mut d);
+    assert_eq!(report.request_id, "e", "c has more time");
+    let failure = report.failure.expect("its time is over");
+    assert_eq!(failure.reason, FailureReason::LeaseExpired);
+    assert!(failure.text.contains("sources_max"), "{failure}");
+    assert_eq!(d.memory.block(1), untouched);
+    d.side.step(cancel("a"), Duration::ZERO);
+    assert_eq!(wait_report(&mut d).request_id, "a");
+    let report = wait_report(&mut d);
+    assert_eq!((report.request_id.as_str(), report.failure), ("c", None));
+}
+
+#[test]
+fn a_striped_read_that_finds_too_few_sessions_is_read_from_one_source() {
+    let engine = |tp_rank| {
+        let place = WorkerPlace {
+            tp_rank: TpRank(tp_rank),
+            tp_size: 2,
+            ..place("p")
+        };
+        let mut p = rank_with(place, options(true, TransportChoice::Auto));
+        p.side.step(
+            StepOrders {
+                incarnation: Some(P_INCARNATION),
+                ..StepOrders::default()
+            },
+            Duration::ZERO,
+        );
+        p
+    };
+    let ranks = [engine(0), engine(1)];
+    let mut card = peer(&ranks[0], "p");
+    card.layout.from.tp_size = 2;
+    card.layout.workers.push(ranks[1].side.card().clone());
+    let always = Striping {
+        threshold_bytes: 1,
+        holders_max: 2,
+    };
+    for (sources_max, sources) in [(2, 2), (1, 1)] {
+        let mut d = narrow(sources_max, always);
+        let mut orders = orders_of(load("r"));
+        orders.peers = vec![card.clone()];
+        d.side.step(orders, Duration::ZERO);
+        let report = wait_report(&mut d);
+        assert_eq!(report.failure, None);
+        assert_eq!(report.reads.len(), sources);
+        assert_eq!(d.memory.block(1), ranks[0].memory.block(5));
+        assert_eq!(d.memory.block(9), ranks[0].memory.block(6));
+    }
 }
