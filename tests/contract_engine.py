@@ -117,6 +117,7 @@ def make_config(
     role: str,
     *,
     tp: int = 1,
+    pp: int = 1,
     engine_id: str | None = None,
     policy: str = "fail",
     max_num_seqs: int = 16,
@@ -152,7 +153,8 @@ def make_config(
             "max_num_batched_tokens": 2048,
             "block_size": BLOCK_SIZE,
             "tensor_parallel_size": tp,
-            "distributed_executor_backend": "mp" if tp > 1 else "uni",
+            "pipeline_parallel_size": pp,
+            "distributed_executor_backend": "mp" if tp * pp > 1 else "uni",
             "async_scheduling": False,
             "kv_transfer_config": transfer,
             **args,
@@ -171,21 +173,24 @@ def attention_spec(tp: int) -> FullAttentionSpec:
     )
 
 
-def cache_config(num_blocks: int, tp: int, groups: int = 1) -> KVCacheConfig:
-    """The cache as vLLM describes it; with several ``groups`` the layers are dealt to them."""
+def cache_config(
+    num_blocks: int, tp: int, groups: int = 1, layers: tuple[str, ...] = LAYERS
+) -> KVCacheConfig:
+    """The cache of one pipeline stage's ``layers`` as vLLM describes it; with several ``groups``
+    the layers are dealt to them."""
     spec = attention_spec(tp)
     page = spec.page_size_bytes
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
             KVCacheTensor(
-                size=page * num_blocks * len(LAYERS),
-                layers=list(LAYERS),
+                size=page * num_blocks * len(layers),
+                layers=list(layers),
                 layer_stride=page * num_blocks,
                 block_stride=page,
             )
         ],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS[g::groups]), spec) for g in range(groups)],
+        kv_cache_groups=[KVCacheGroupSpec(list(layers[g::groups]), spec) for g in range(groups)],
     )
 
 
@@ -200,22 +205,27 @@ def content(layer: int, heads: range, tokens: list[int], first: int) -> np.ndarr
 class Worker:
     """One rank: the connector in the worker role and its cache."""
 
-    def __init__(self, config: Any, cache: KVCacheConfig, tp: int, rank: int) -> None:
+    def __init__(
+        self, config: Any, num_blocks: int, tp: int, rank: int, pp: int = 1, stage: int = 0
+    ) -> None:
         self._config = config
+        # Global index by name, of the stage's own layers.
+        self.layers = {name: i for i, name in enumerate(LAYERS) if i * pp // len(LAYERS) == stage}
+        cache = cache_config(num_blocks, tp, layers=tuple(self.layers))
         held = max(1, KV_HEADS // tp)
         first = rank * KV_HEADS // tp
         self.heads = range(first, first + held)
         # All layers are views of one storage, as in vLLM, and not at its start.
         shape = (cache.num_blocks, held, BLOCK_SIZE, 2 * HEAD_SIZE)
         size = int(np.prod(shape))
-        pool = torch.full((24 + len(LAYERS) * size,), -1.0)
+        pool = torch.full((24 + len(self.layers) * size,), -1.0)
         self.caches = {
-            name: pool[24 + index * size :][:size].view(shape) for index, name in enumerate(LAYERS)
+            name: pool[24 + at * size :][:size].view(shape) for at, name in enumerate(self.layers)
         }
         connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
         self.connector: Any = connector
         # Ranks come from the process group; here the ranks share a process.
-        pipeline = mock.Mock(rank_in_group=0)
+        pipeline = mock.Mock(rank_in_group=stage)
         with (
             mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=rank),
             mock.patch("vllm.distributed.get_pp_group", return_value=pipeline),
@@ -282,7 +292,7 @@ class Worker:
         tokens = self._tokens[request_id][first:past]
         positions = np.arange(first, first + len(tokens))
         blocks = np.asarray(self._blocks[request_id])[positions // BLOCK_SIZE]
-        for index, name in enumerate(LAYERS):
+        for name, index in self.layers.items():
             self.connector.wait_for_layer_load(name)
             rows = torch.from_numpy(content(index, self.heads, tokens, first).T.copy())
             view = self.caches[name]
@@ -296,7 +306,7 @@ class Worker:
         positions = np.arange(len(tokens))
         table = torch.from_numpy(np.asarray(blocks)[positions // BLOCK_SIZE])
         rows = torch.from_numpy(positions % BLOCK_SIZE)
-        for index, name in enumerate(LAYERS):
+        for name, index in self.layers.items():
             wanted = torch.from_numpy(content(index, self.heads, tokens, 0).T.copy())
             found = self.caches[name][table, :, rows]
             if not torch.equal(found, wanted[:, :, None].expand_as(found)):
@@ -313,17 +323,20 @@ class Engine:
         role: str,
         *,
         tp: int = 1,
+        pp: int = 1,
         num_blocks: int = 64,
         log_stats: bool = False,
         **options: Any,
     ) -> None:
-        self.config = make_config(model, role, tp=tp, **options)
+        self.config = make_config(model, role, tp=tp, pp=pp, **options)
         self.config.cache_config.num_gpu_blocks = num_blocks
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.trace: list[tuple[Any, ...]] = []
         self.workers: list[Worker] = []
-        cache = cache_config(num_blocks, tp)
+        # vLLM tells the scheduler's side of the first stage's layers only.
+        first_stage = tuple(name for i, name in enumerate(LAYERS) if i * pp // len(LAYERS) == 0)
+        cache = cache_config(num_blocks, tp, layers=first_stage)
         self.scheduler = Scheduler(
             vllm_config=self.config,
             kv_cache_config=cache,
@@ -333,14 +346,19 @@ class Engine:
         )
         self.connector: Any = self.scheduler.connector
         self._record(self.connector, SCHEDULER_HOOKS)
-        self.workers = [Worker(self.config, cache, tp, rank) for rank in range(tp)]
+        places = [(stage, rank) for stage in range(pp) for rank in range(tp)]
+        self.workers = [
+            Worker(self.config, num_blocks, tp, rank, pp, stage) for stage, rank in places
+        ]
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {
-                (0, rank): worker.connector.get_handshake_metadata()
-                for rank, worker in enumerate(self.workers)
+                place: worker.connector.get_handshake_metadata()
+                for place, worker in zip(places, self.workers, strict=True)
             }
         )
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, tp)
+        world_size = self.config.parallel_config.world_size
+        assert world_size == len(places)
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, world_size)
         self.free_at_start = self.free_blocks()
         self.answers: dict[str, dict[str, Any] | None] = {}
         self.outcomes: dict[str, str] = {}

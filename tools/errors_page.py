@@ -107,6 +107,8 @@ CODES: dict[str, tuple[str, dict[str, str]]] = {
             "not_producer": "Start that engine with `kv_role` `kv_producer` or `kv_both`.",
             "too_many_peers": "More decode engines than the limit are connected to one prefill "
             "engine: spread them.",
+            "already_connected": "Nothing to do: an address of decode's setting `connect` leads to "
+            "an engine that is connected under another name of its host.",
             "protocol": "Something else dials the control port, or versions are mixed: see the "
             "reason in the log.",
             "unknown": "The other side is newer and refuses for a reason of its own: see its log.",

@@ -48,6 +48,8 @@ def values_of(setting: Any) -> str:
         return "`true`, `false`"
     if setting.kind == "ports":
         return "`FIRST-LAST`"
+    if setting.kind == "addresses":
+        return "list of `HOST:PORT`"
     if setting.kind == "text":
         return "text"
     if setting.kind == "int":
@@ -59,6 +61,8 @@ def default_of(setting: Any) -> str:
     """A key's default as JSON would write it."""
     if setting.kind == "bool":
         return f"`{str(setting.default).lower()}`"
+    if setting.kind == "addresses":
+        return "`[]`"
     if setting.default == "":
         return "empty"
     if isinstance(setting.default, str):

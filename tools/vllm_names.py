@@ -89,7 +89,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/v1/core/block_pool.py": {"BlockPool": ("get_num_free_blocks",)},
     CACHE_INTERFACE: {
         "KVCacheConfig": ("num_blocks", "kv_cache_groups", "transfer_group_ids"),
-        "KVCacheGroupSpec": ("kv_cache_spec",),
+        "KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
         "FullAttentionSpec": ("block_size", "kv_quant_mode"),
         "MLAAttentionSpec": ("block_size", "kv_quant_mode"),
         "UniformTypeKVCacheSpecs": ("block_size", "kv_cache_specs"),

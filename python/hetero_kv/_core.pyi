@@ -7,6 +7,7 @@ __all__ = [
     "Scheduler",
     "Worker",
     "failure_reasons",
+    "group_kinds",
     "init_logging",
     "prompt_digest",
 ]
@@ -18,6 +19,10 @@ def prompt_digest(token_ids: list[int], ingredients: list[tuple[str, bytes]]) ->
 
 def failure_reasons() -> list[str]:
     """Every value of the ``reason`` label of failed loads."""
+
+def group_kinds(groups: list[tuple[str, str]]) -> str:
+    """The compatibility field of KV cache groups, given as first layer and kind. Raises
+    ``ValueError`` that names the group whose kind cannot be moved."""
 
 def init_logging(filter: str) -> None:
     """Starts the log of our threads on standard error; raises ``ValueError`` for a bad filter."""

@@ -62,6 +62,17 @@ METRICS: tuple[Metric, ...] = (
         "Decode: control connections made again to a prefill engine already paired with.",
     ),
     Metric(
+        "hetero_kv_control_dials",
+        "counter",
+        "Decode: attempts to connect to a prefill engine's control listener, first ones included.",
+    ),
+    Metric(
+        "hetero_kv_prefill_engines_paired",
+        "gauge",
+        "Decode: prefill engines whose control connection stands and whose layout is known; with "
+        "the setting `connect` also before any request.",
+    ),
+    Metric(
         "hetero_kv_source_quarantines",
         "counter",
         "Decode: times a prefill rank was lost or out of reach and is avoided for a while.",

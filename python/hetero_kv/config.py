@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "seconds", "ms", "text", "choice", "ports"]
+Kind = Literal["bool", "int", "seconds", "ms", "text", "choice", "ports", "addresses"]
+
+# As many as the core keeps connected (``STANDING_MAX``).
+ADDRESSES_MAX = 256
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Below half of `lease_s`.",
         0,
         60_000,
+    ),
+    Setting(
+        "connect",
+        "addresses",
+        (),
+        "Decode: prefill engines to pair with at start, before any request names them: a list of "
+        "`HOST:PORT` (IPv6 in brackets) or one text of them with commas between, each the control "
+        "listener of one DP rank, with `HOST` as that engine's own `host` writes it. An engine "
+        "that does not answer is tried again until it does; requests do not wait for it.",
     ),
     Setting(
         "claim_timeout_s",
@@ -294,6 +306,8 @@ def _parse(setting: Setting, value: Any) -> Any:
         return _parse_host(value, wildcard=setting.name == "bind_host")
     if setting.kind == "ports":
         return _parse_ports(value)
+    if setting.kind == "addresses":
+        return _parse_addresses(value)
     if setting.kind == "choice":
         if value not in setting.choices:
             raise ValueError(f"must be one of {', '.join(setting.choices)}")
@@ -360,6 +374,29 @@ def _parse_ports(value: Any) -> tuple[int, int] | None:
     if not 1 <= ports[0] <= ports[1] <= 65_535:
         raise ValueError(wanted)
     return ports
+
+
+def _parse_addresses(value: Any) -> tuple[tuple[str, int], ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of HOST:PORT")
+    if len(value) > ADDRESSES_MAX:
+        raise ValueError(f"must be at most {ADDRESSES_MAX} addresses")
+    found: dict[tuple[str, int], None] = {}
+    for text in value:
+        wanted = f"must be a list of HOST:PORT, IPv6 in brackets ({_shown(text)} is none)"
+        if not isinstance(text, str):
+            raise ValueError(wanted)
+        match = re.fullmatch(r"\s*(?:\[([^\]]+)\]|([^:\s]+)):(\d{1,5})\s*", text, re.ASCII)
+        if match is None or not 1 <= int(match[3]) <= 65_535:
+            raise ValueError(wanted)
+        try:
+            host = _parse_host(match[1] or match[2], wildcard=False)
+        except ValueError:
+            raise ValueError(wanted) from None
+        found[host, int(match[3])] = None
+    return tuple(found)
 
 
 def _shown(value: Any) -> str:

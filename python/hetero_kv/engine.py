@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_kv import _core
 from hetero_kv.layout import total_kv_heads
 
 logger = logging.getLogger("vllm.hetero_kv")
@@ -17,10 +19,10 @@ ROLES = {
     "kv_both": (True, True),
 }
 
-# Kinds of cache whose block table keeps every block of the prompt. Kinds with a window, a chunk or
-# a state put other things, or nothing, into some of a finished prompt's entries, and what is left
-# in them on one side is not what the other side needs.
-WHOLE_PROMPT_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# Quantized caches whose scales lie beside the layer and not beside the tokens: one for K and one
+# for V, which a pair can compare.
+SCALED_BY_LAYER = frozenset({"FP8_PER_TENSOR"})
+SCALED_DTYPES = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})
 
 
 class EngineError(ValueError):
@@ -47,6 +49,10 @@ class Engine:
     """Tokens a block of the (only) KV cache group holds."""
     kv_heads: int
     """KV heads over all ranks; 0 for MLA."""
+    group_kinds: str
+    """How the layers of each KV cache group attend, in the order of the groups."""
+    quantized: bool
+    """Whether cached values were divided by their layers' scales."""
     producer: bool
     consumer: bool
     lock_step: bool
@@ -74,25 +80,17 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
     faults = []
     if transfer.kv_role not in ROLES:
         faults.append(f"kv_role is {transfer.kv_role!r}; it must be one of {', '.join(ROLES)}")
-    if parallel.pipeline_parallel_size != 1:
-        faults.append(
-            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; pipeline stages are "
-            "not available in this version"
-        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
             flag = name.replace("_", "-")
             faults.append(f"--{flag} is {size}; only 1 is available in this version")
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        faults.append(
-            f"the model has {len(groups)} KV cache groups ({kinds}); one is available in this "
-            "version"
-        )
+    kinds, fault = _group_kinds(groups)
+    if fault:
+        faults.append(fault)
     for spec in _layer_specs(groups):
-        fault = _spec_fault(spec)
+        fault = _quantization_fault(spec, str(vllm_config.cache_config.cache_dtype))
         if fault and fault not in faults:
             faults.append(fault)
     if faults:
@@ -106,6 +104,8 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
         pp_size=int(parallel.pipeline_parallel_size),
         block_size=int(groups[0].kv_cache_spec.block_size),
         kv_heads=total_kv_heads(vllm_config.model_config),
+        group_kinds=kinds,
+        quantized=any(spec.kv_quant_mode.name != "NONE" for spec in _layer_specs(groups)),
         producer=producer,
         consumer=consumer,
         lock_step=parallel.data_parallel_size > 1,
@@ -121,21 +121,43 @@ def _layer_specs(groups: Any) -> list[Any]:
     return specs
 
 
-def _spec_fault(spec: Any) -> str | None:
-    kind = type(spec).__name__
-    if kind not in WHOLE_PROMPT_SPECS:
-        return (
-            f"the model has a KV cache of kind {kind}; {' and '.join(sorted(WHOLE_PROMPT_SPECS))} "
-            "are available in this version (a sliding window can be kept whole with "
-            "--disable-hybrid-kv-cache-manager)"
+def _kind(spec: Any) -> str:
+    """Such as `full_attention` for a ``FullAttentionSpec``."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(spec).__name__.removesuffix("Spec"))
+    return "_".join(words).lower()
+
+
+def _group_kinds(groups: Any) -> tuple[str, str | None]:
+    """The kinds of the groups, and what cannot be served of them."""
+    named = []
+    for group in groups:
+        name = next(iter(group.layer_names), "no layer of this stage")
+        kinds = {_kind(spec): None for spec in _layer_specs([group])}
+        named += [(name, kind) for kind in kinds]
+    try:
+        kinds_text = _core.group_kinds(named)
+    except ValueError as error:
+        return "", (
+            f"{error} (a sliding window can be kept whole with --disable-hybrid-kv-cache-manager)"
         )
+    if len(groups) != 1:
+        shown = ", ".join(f"{kind} of {name}" for name, kind in named)
+        return kinds_text, (
+            f"group_kinds: the model has {len(groups)} KV cache groups ({shown}); one is available "
+            "in this version"
+        )
+    return kinds_text, None
+
+
+def _quantization_fault(spec: Any, cache_dtype: str) -> str | None:
     mode = spec.kv_quant_mode.name
-    if mode != "NONE":
-        # Scales may lie beside the tokens, where the tensors' strides do not tell.
-        return (
-            f"--kv-cache-dtype gives {mode}; a quantized KV cache is not available in this version"
-        )
-    return None
+    if mode == "NONE" or (mode in SCALED_BY_LAYER and cache_dtype in SCALED_DTYPES):
+        return None
+    # Scales lie beside the tokens, where the tensors' strides do not tell.
+    return (
+        f"--kv-cache-dtype {cache_dtype} gives {mode}; of the quantized KV caches only "
+        f"{', '.join(sorted(SCALED_DTYPES))} with one scale a layer are available in this version"
+    )
 
 
 def default_host() -> str:

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-# Backends whose (block, head) page is opaque: rows of tokens cannot be told apart in it. vLLM's CPU
-# attention stores a K page and a V page there, K packed for the instruction set.
-OPAQUE_PAGES = frozenset({"CPU_ATTN"})
+# Backends whose cache writer puts a token's content where the tensor's strides say, so that blocks
+# can be cut by token (``tests/vllm/test_layout_oracle.py`` asks the writer itself). The pages of
+# all others are opaque and move whole: vLLM's CPU attention views its page as a K page and a V
+# page, K packed for the processor, whatever the tensor's shape says.
+TOKEN_PAGES = frozenset({"CPU_MLA"})
+
+# A compatibility field's longest value is 4096 bytes (``rust/hetero-kv-core``).
+FIELD_BYTES_MAX = 4096
 
 
 class LayoutError(ValueError):
@@ -106,6 +112,8 @@ def _part(
     if stride[3] != 1 and content > 1:
         raise LayoutError(f"layer {name}: the content of a token is not contiguous")
     page = {
+        # 0: the tokens of a page cannot be told apart.
+        "block_tokens": 0 if opaque_pages else tokens,
         "offset_bytes": offset,
         "block_stride_bytes": stride[0] * item,
         "head_stride_bytes": stride[1] * item,
@@ -122,11 +130,91 @@ def _part(
     }
 
 
-def compat_fields(vllm_config: Any, block_size: int, cache: Cache, backends: str) -> dict[str, str]:
-    """What must be equal on both sides of a pair, each by a name that a refusal can show."""
+def has_token_pages(backends: Set[str]) -> bool:
+    """Whether the caches of all these attention backends can be cut by token."""
+    return bool(backends) and backends <= TOKEN_PAGES
+
+
+def page_format(backends: Set[str], processor: str, block_size: int) -> str:
+    """The compatibility field `page_format`: who lays out the inside of a (block, head) page and,
+    where only whole pages can be moved, for which processor and how many tokens one has."""
+    names = "+".join(sorted(backends)) or "unknown"
+    if has_token_pages(backends):
+        return f"{names}, by token"
+    return f"{names} on {processor}, whole pages of {block_size} tokens"
+
+
+def this_processor() -> str:
+    """What vLLM's CPU kernels are chosen by: others pack a page in another order."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    wide = [name for name in ("avx512_f", "amx_tile") if able.get(name)]
+    return "+".join([str(able.get("architecture") or platform.machine()), *wide])
+
+
+def scale_texts(layers: Mapping[str, Any], quantized: bool) -> dict[str, str]:
+    """Per layer the scales that its cached values were divided by: `k/v`. ``layers``: vLLM's
+    attention layers by name. Empty for a cache that is not quantized.
+
+    Raises :class:`LayoutError` for scales that are computed from the first tokens: each engine
+    would find its own.
+    """
+    if not quantized:
+        return {}
+    texts = {}
+    for name, layer in layers.items():
+        if getattr(layer, "calculate_kv_scales", False):
+            raise LayoutError(
+                f"layer {name}: its KV scales are computed at run time (--calculate-kv-scales); a "
+                "prefill and a decode engine need the same ones, so only scales of the checkpoint "
+                "are supported"
+            )
+        texts[name] = "/".join(_scale(name, layer, side) for side in "kv")
+    return texts
+
+
+def _scale(name: str, layer: Any, side: str) -> str:
+    """The one number that a layer's keys or values were divided by, exactly."""
+    scale = getattr(layer, f"_{side}_scale", None)
+    if scale is None:
+        raise LayoutError(f"layer {name}: a quantized KV cache whose {side} scale is not known")
+    if scale.numel() != 1:
+        raise LayoutError(
+            f"layer {name}: its {side} scale has {scale.numel()} values; one for the whole layer "
+            "is supported"
+        )
+    return repr(float(scale.item()))
+
+
+def kv_scales(texts: Mapping[str, str]) -> str:
+    """The compatibility field `kv_scales` over the layers of the whole model: each layer's scales,
+    as items that a refusal can tell apart by layer."""
+    if not texts:
+        return "none"
+    value = ";".join(f"{name}={texts[name]}" for name in sorted(texts))
+    if len(set(texts.values())) == 1:
+        value = f"all {len(texts)} layers={next(iter(texts.values()))}"
+    if len(value.encode()) > FIELD_BYTES_MAX:
+        # Without the parts that all names share the layer's number is left.
+        value = ";".join(f"{_shortest(name)}={texts[name]}" for name in sorted(texts))
+    if len(value.encode()) > FIELD_BYTES_MAX:
+        value = f"{len(texts)} layers, sha256 {hashlib.sha256(value.encode()).hexdigest()}"
+    return value
+
+
+def _shortest(name: str) -> str:
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return numbers[0] if len(numbers) == 1 else name
+
+
+def compat_fields(
+    vllm_config: Any, group_kinds: str, cache: Cache, page_format: str
+) -> dict[str, str]:
+    """What must be equal on both sides of a pair, each by a name that a refusal can show, as far as
+    one rank knows it: :func:`model_layers` and :func:`kv_scales` add what spans all stages."""
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
-    names = "\n".join(cache.layer_names).encode()
     return {
         "model": str(model.model).rstrip("/").rpartition("/")[2],
         "model_config": _config_digest(model.hf_text_config),
@@ -137,11 +225,38 @@ def compat_fields(vllm_config: Any, block_size: int, cache: Cache, backends: str
         "kv_heads": str(total_kv_heads(model)),
         "head_size": str(model.get_head_size()),
         "mla": str(bool(model.use_mla)).lower(),
-        "block_size": str(block_size),
-        "page_format": backends,
-        "layers": f"{len(cache.layer_names)}:{hashlib.sha256(names).hexdigest()[:16]}",
+        "group_kinds": group_kinds,
+        "page_format": page_format,
         "speculative_config": str(getattr(speculative, "method", None) or "none"),
     }
+
+
+def model_layers(layer_names: Mapping[tuple[int, int], Sequence[str]]) -> str:
+    """The compatibility field `layers`: how many the whole model has and a digest of their names,
+    whatever the stages they are cut into. ``layer_names``: of each worker, by (pp, tp) rank.
+
+    Raises :class:`LayoutError` when the ranks of a stage differ or two stages have one layer.
+    """
+    stage_of: dict[str, int] = {}
+    first_of: dict[int, tuple[int, set[str]]] = {}
+    for (pp_rank, tp_rank), names in sorted(layer_names.items()):
+        if pp_rank in first_of:
+            first, known = first_of[pp_rank]
+            if known != set(names):
+                raise LayoutError(
+                    f"layer {min(known ^ set(names))} is on one of the workers (pp {pp_rank}, "
+                    f"tp {first}) and (pp {pp_rank}, tp {tp_rank}) and not on the other"
+                )
+            continue
+        first_of[pp_rank] = (tp_rank, set(names))
+        for name in names:
+            if name in stage_of:
+                raise LayoutError(
+                    f"layer {name} is in the pipeline stages {stage_of[name]} and {pp_rank}"
+                )
+            stage_of[name] = pp_rank
+    digest = hashlib.sha256("\n".join(sorted(stage_of)).encode()).hexdigest()
+    return f"{len(stage_of)}:{digest[:16]}"
 
 
 def total_kv_heads(model_config: Any) -> int:

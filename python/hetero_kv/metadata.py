@@ -19,6 +19,10 @@ class HeteroKVHandshake(KVConnectorHandshakeMetadata):
     """The worker's card: place, cache, endpoints (msgpack)."""
     fields: dict[str, str]
     """What must be equal in a pair; equal on all workers of an engine."""
+    layer_names: tuple[str, ...]
+    """Layers of this worker's pipeline stage."""
+    scales: dict[str, str]
+    """Scales of those layers' caches; none where the cache is not quantized."""
 
 
 @dataclass

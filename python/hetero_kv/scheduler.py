@@ -15,6 +15,7 @@ from hetero_kv import _core
 from hetero_kv.config import Settings
 from hetero_kv.engine import Engine, default_host
 from hetero_kv.fault import FLIP_SOURCE, FlipSource, fault, fault_mark
+from hetero_kv.layout import kv_scales, model_layers
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata
 from hetero_kv.stats import HeteroKVStats
 from hetero_kv.trace import Trace
@@ -36,11 +37,13 @@ COUNTERS = {
     "digest_mismatches": "hetero_kv_digest_mismatches",
     "reconnects": "hetero_kv_reconnects",
     "quarantines": "hetero_kv_source_quarantines",
+    "dials": "hetero_kv_control_dials",
 }
 GAUGES = {
     "leases_alive": "hetero_kv_leases_alive",
     "oldest_lease_s": "hetero_kv_oldest_lease_seconds",
     "sources_avoided": "hetero_kv_sources_avoided",
+    "peers_ready": "hetero_kv_prefill_engines_paired",
 }
 
 
@@ -98,10 +101,14 @@ class SchedulerConnector:
                 raise RuntimeError(
                     f"hetero_kv: worker (pp, tp) {rank} differs from the first in {sorted(unlike)}"
                 )
+        spanning = {
+            "layers": model_layers({rank: handshakes[rank].layer_names for rank in handshakes}),
+            "kv_scales": kv_scales(_all_scales(handshakes)),
+        }
         options = {
             "settings": self._settings.for_core(default_host()),
             "engine": self._engine.for_core(),
-            "fields": fields,
+            "fields": {**fields, **spanning},
         }
         self._core = _core.Scheduler(json.dumps(options), [card.card for card in cards])
         if self._core.port is not None:
@@ -315,6 +322,19 @@ class SchedulerConnector:
             self._core.revoke_leases()
             self._core.shutdown()
             self._core = None
+
+
+def _all_scales(handshakes: dict[tuple[int, int], HeteroKVHandshake]) -> dict[str, str]:
+    """The layers' scales over all stages; the ranks of one stage share a layer's scale."""
+    scales: dict[str, str] = {}
+    for rank, card in sorted(handshakes.items()):
+        for layer, text in card.scales.items():
+            if scales.setdefault(layer, text) != text:
+                raise RuntimeError(
+                    f"hetero_kv: layer {layer} has the KV scales {text} on worker (pp, tp) {rank} "
+                    f"and {scales[layer]} on another"
+                )
+    return scales
 
 
 def _to_json(params: Any) -> str:

@@ -11,7 +11,16 @@ from hetero_kv import _core
 from hetero_kv.config import Settings
 from hetero_kv.engine import Engine, default_host
 from hetero_kv.fault import flip
-from hetero_kv.layout import OPAQUE_PAGES, Cache, compat_fields, read_cache
+from hetero_kv.layout import (
+    Cache,
+    LayoutError,
+    compat_fields,
+    has_token_pages,
+    page_format,
+    read_cache,
+    scale_texts,
+    this_processor,
+)
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata, HeteroKVWorkerMeta
 from hetero_kv.stats import HeteroKVStats
 from hetero_kv.trace import Trace
@@ -35,6 +44,7 @@ class WorkerConnector:
         self._cache: Cache | None = None
         self._handshake: HeteroKVHandshake | None = None
         self._tp_rank = 0
+        self._pp_rank = 0
         # In lock-step data parallelism a step is a collective over DP ranks: one that dawdles holds
         # up all of them.
         self._wait_ms = settings["lock_step_wait_ms" if engine.lock_step else "empty_step_wait_ms"]
@@ -52,23 +62,33 @@ class WorkerConnector:
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
-        backends = {layers[n].get_attn_backend().get_name() for n in kv_caches if n in layers}
+        held = {name: layers[name] for name in kv_caches if name in layers}
+        backends = {layer.get_attn_backend().get_name() for layer in held.values()}
         cache = read_cache(
-            kv_caches, self._kv_cache_config.num_blocks, bool(backends & OPAQUE_PAGES)
+            kv_caches, self._kv_cache_config.num_blocks, not has_token_pages(backends)
         )
+        scales = scale_texts(held, self._engine.quantized)
+        if self._engine.quantized and scales.keys() != kv_caches.keys():
+            raise LayoutError(
+                f"layer {min(kv_caches.keys() - scales.keys())}: a quantized KV cache of a layer "
+                "that vLLM does not know as one of attention"
+            )
         self._tp_rank = get_tensor_model_parallel_rank()
+        self._pp_rank = get_pp_group().rank_in_group
         options = {
             "settings": self._settings.for_core(default_host()),
             "engine": self._engine.for_core(),
             "tp_rank": self._tp_rank,
-            "pp_rank": get_pp_group().rank_in_group,
+            "pp_rank": self._pp_rank,
         }
         self._cache = cache
         self._core = _core.Worker(json.dumps(options), cache.json)
-        page_format = "+".join(sorted(backends)) or "unknown"
+        pages = page_format(backends, this_processor(), self._engine.block_size)
         self._handshake = HeteroKVHandshake(
             card=self._core.card(),
-            fields=compat_fields(self._vllm_config, self._engine.block_size, cache, page_format),
+            fields=compat_fields(self._vllm_config, self._engine.group_kinds, cache, pages),
+            layer_names=cache.layer_names,
+            scales=scales,
         )
 
     def get_handshake_metadata(self) -> HeteroKVHandshake | None:
@@ -127,9 +147,10 @@ class WorkerConnector:
             if report["lost_tp_rank"] is not None:
                 self._lost.add((report["request_id"], report["lost_tp_rank"]))
             logger.warning(
-                "hetero_kv: request %s: load failed on tp rank %d: %s: %s",
+                "hetero_kv: request %s: load failed on tp rank %d, pp rank %d: %s: %s",
                 report["request_id"],
                 self._tp_rank,
+                self._pp_rank,
                 report["reason"],
                 report["text"],
             )
@@ -145,6 +166,7 @@ class WorkerConnector:
             reader_engine=self._engine.engine_id,
             dp_rank=self._engine.dp_rank,
             tp_rank=self._tp_rank,
+            pp_rank=self._pp_rank,
             bytes=moved,
             planned_bytes=report["planned_bytes"],
             sources=report["sources"],

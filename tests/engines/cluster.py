@@ -35,10 +35,10 @@ class Case:
     def id(self) -> str:
         sides = self.parsed()
         names = [
-            f"{side.instances}x({side.dp},{side.tp})" if side.instances > 1
-            else f"({side.dp},{side.tp})"
+            (f"{side.instances}x" if side.instances > 1 else "")
+            + f"({side.dp},{side.tp}{f',pp{side.pp}' if side.pp > 1 else ''})"
             for side in (sides.prefill, sides.decode)
-        ]  # fmt: skip
+        ]
         return f"{self.model}-{names[0]}->{names[1]}-{self.transport}"
 
     @property
@@ -151,6 +151,7 @@ def run_case(case: Case, reference: Reference, logs: Path) -> Iterator[Cluster]:
                     role="prefill" if role == "prefill" else "decode",
                     dp=shape.dp,
                     tp=shape.tp,
+                    pp=shape.pp,
                     kv_transfer_config=connector_config(
                         "prefill" if role == "prefill" else "decode",
                         {**demo.SHARED_CORES, "transport": case.transport},

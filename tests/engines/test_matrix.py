@@ -36,6 +36,8 @@ LARGE = (
     Case("mla", "dp=2,tp=1:dp=1,tp=2"),
     Case("mla", "dp=1,tp=2:dp=1,tp=1", "tcp"),
     Case("mla-dense", "dp=1,tp=2:dp=2,tp=1"),
+    Case("gqa", "dp=1,tp=1,pp=2:dp=1,tp=1"),
+    Case("gqa", "dp=1,tp=1:dp=1,tp=1,pp=2"),
 )
 
 REQUESTS_IN_A_ROW = 200

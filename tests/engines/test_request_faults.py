@@ -346,10 +346,11 @@ def test_an_incompatible_pair_is_refused_by_field_with_both_values(site: Site) -
     assert reply.status == 500
     assert "Internal" in reply.raw or "error" in reply.raw
     new = risen(site["decode"], before)
-    assert new == {("pair_refused", "block_size"): 1}
-    lines = [line for line in site.log("decode")[begun:].splitlines() if "block_size" in line]
+    assert new == {("pair_refused", "page_format"): 1}
+    lines = [line for line in site.log("decode")[begun:].splitlines() if "page_format" in line]
     assert lines, "the log does not name the field"
-    assert any("64" in line and "128" in line for line in lines), lines
+    sizes = ("whole pages of 64 tokens", "whole pages of 128 tokens")
+    assert any("CPU_ATTN" in line and all(s in line for s in sizes) for line in lines), lines
     site.require_serving()
 
 

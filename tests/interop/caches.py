@@ -38,6 +38,11 @@ class Model:
         return self.block_size * self.token_bytes if self.opaque else self.token_bytes
 
     @property
+    def page_format(self) -> str:
+        """As the connector names what it finds."""
+        return f"TEST, whole pages of {self.block_size} tokens" if self.opaque else "TEST, by token"
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one (block, head) over all layers."""
         return self.layers * self.parts * self.rows * self.row_bytes
@@ -53,6 +58,12 @@ class Model:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def layers_of(self, pp_size: int, pp_rank: int) -> range:
+        """Layers of a pipeline stage."""
+        # Unlike vLLM's shares where they are not even: layers pair by name.
+        held = np.array_split(np.arange(self.layers), pp_size)[pp_rank]
+        return range(int(held[0]), int(held[-1]) + 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Style:
     """From the start of the allocation to the region."""
     regions: int = 1
     reverse_layers: bool = False
+    one_row: bool = False
+    """Described as one row of all tokens; only where nothing lies between two of them."""
 
 
 PLAIN = Style()
@@ -83,6 +96,16 @@ PADDED = Style(
     reverse_layers=True,
 )
 ODD = Style(num_blocks=72, joint=True, pad_bytes=1, skew_bytes=1, regions=2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank in its engine."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +128,11 @@ class RankMemory:
     """Layer to region and parts."""
 
     @classmethod
-    def allocate(cls, model: Model, style: Style, tp_size: int, tp_rank: int) -> RankMemory:
-        heads = model.heads_of(tp_size, tp_rank)
+    def allocate(cls, model: Model, style: Style, place: Place) -> RankMemory:
+        heads = model.heads_of(place.tp_size, place.tp_rank)
         memory = cls(model, style, heads)
         ends = [0] * style.regions
-        order = range(model.layers)
+        order = model.layers_of(place.pp_size, place.pp_rank)
         for layer in reversed(order) if style.reverse_layers else order:
             region = layer % style.regions
             parts, ends[region] = _place(model, style, len(heads), ends[region])
@@ -147,6 +170,12 @@ class RankMemory:
     def describe(self) -> dict[str, object]:
         """As the core takes it."""
         model = self.model
+        assert not self.style.one_row or not (
+            self.style.pad_bytes or self.style.tokens_outside_heads
+        )
+        rows = 1 if self.style.one_row else model.rows
+        row_bytes = model.rows * model.row_bytes // rows
+        tokens = {} if model.opaque else {"block_tokens": model.block_size}
         return {
             "num_blocks": self.style.num_blocks,
             "heads_held": len(self.heads),
@@ -160,9 +189,10 @@ class RankMemory:
                             "offset_bytes": part.offset,
                             "block_stride_bytes": part.block_stride,
                             "head_stride_bytes": part.head_stride,
-                            "rows": model.rows,
-                            "row_stride_bytes": part.row_stride,
-                            "row_bytes": model.row_bytes,
+                            "rows": rows,
+                            "row_stride_bytes": row_bytes if rows == 1 else part.row_stride,
+                            "row_bytes": row_bytes,
+                            **tokens,
                         }
                         for part in parts
                     ],
@@ -226,23 +256,55 @@ def _axis(values: range | list[int], factor: int) -> NDArray[np.uint64]:
     return scaled
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Tokens of a prompt as a prefill engine holds them."""
+
+    model: Model
+    seed: int
+    generation: int
+    blocks: list[int]
+    first_token: int
+    past_token: int
+
+
 class Image:
     """What one decode rank's memory must be, byte for byte."""
 
-    def __init__(self, model: Model, style: Style, tp_size: int, tp_rank: int, seed: int) -> None:
-        self._memory = RankMemory.allocate(model, style, tp_size, tp_rank)
+    def __init__(self, model: Model, style: Style, place: Place, seed: int) -> None:
+        self._memory = RankMemory.allocate(model, style, place)
         self._memory.fill_all(seed)
         self._unknown = [np.zeros(region.size, dtype=bool) for region in self._memory.regions]
 
-    def copy(self, seed: int, generation: int, source: list[int], dest: list[int]) -> None:
-        """These blocks of a prefill engine have been read into these of ours."""
+    def copy(self, moved: Moved, dest: list[int]) -> None:
+        """Blocks of a prefill engine have been read into these of ours, which hold the sequence
+        from token ``moved.first_token`` on."""
         memory = self._memory
         for layer, (region, _) in memory.placed.items():
             for part in range(memory.model.parts):
-                memory.view(layer, part)[dest] = pattern(
-                    memory.model, seed, generation, layer, part, memory.heads, source
+                source = pattern(
+                    moved.model,
+                    moved.seed,
+                    moved.generation,
+                    layer,
+                    part,
+                    memory.heads,
+                    moved.blocks,
                 )
-                memory.view(layer, part, self._unknown[region].view(np.uint8))[dest] = 0
+                view = memory.view(layer, part)
+                unknown = memory.view(layer, part, self._unknown[region].view(np.uint8))
+                if moved.model.block_size == memory.model.block_size:
+                    first = moved.first_token // memory.model.block_size
+                    view[dest] = source[first : first + len(dest)]
+                    unknown[dest] = 0
+                    continue
+                ours, theirs = memory.model.block_size, moved.model.block_size
+                first = moved.first_token
+                end = min(first + len(dest) * ours, -(-moved.past_token // theirs) * theirs)
+                for token in range(first, end):
+                    block, row = dest[(token - first) // ours], (token - first) % ours
+                    view[block, :, row] = source[token // theirs, :, token % theirs]
+                    unknown[block, :, row] = 0
 
     def forget(self, dest: list[int]) -> None:
         """A failed read may have written some of these blocks."""

@@ -161,8 +161,8 @@ class EngineCore:
             self._core_().finished(request.request_id)
             self._event("finished", request.request_id)
             self._drop(request)
-        for sent, reports in results:
-            self._count(sent, reports)
+        for rank, (sent, reports) in enumerate(results):
+            self._count(sent, [{**report, "rank": rank} for report in reports])
         self._deliver()
 
     def _schedule_prefills(self) -> tuple[list[tuple[int, list[int]]], list[Request]]:
@@ -252,6 +252,7 @@ class EngineCore:
             if len(reports) < world:
                 continue
             del self._receiving[request_id]
+            reports.sort(key=lambda report: int(report["rank"]))
             failed = any(report["reason"] for report in reports)
             for report in reports:
                 if report["lost_tp_rank"] is not None:

@@ -18,7 +18,7 @@ from hetero_kv.config import Settings
 from hetero_kv.demo.processes import stands_still
 
 from . import engine_core, rank
-from .caches import Image, Model, Style
+from .caches import Image, Model, Moved, Place, Style
 
 # Deadlines are for a hang only: two processors may be shared by everything else.
 PATIENCE_S = 90.0
@@ -34,7 +34,7 @@ FAST = {
     "allow_ptracer": True,
 }
 
-FIELDS = {"model": "m", "dtype": "bfloat16", "block_size": "4"}
+FIELDS = {"model": "m", "dtype": "bfloat16"}
 
 
 def context() -> Any:
@@ -120,26 +120,27 @@ class Engine:
         fields: dict[str, str] | None = None,
         seed: int = 1,
         dp_rank: int = 0,
+        pp_size: int = 1,
     ) -> None:
-        self.name, self.model, self.style, self.tp_size, self.seed = (
-            name,
-            model,
-            style,
-            tp_size,
-            seed,
-        )
+        self.name, self.model, self.style, self.seed = name, model, style, seed
+        self.tp_size, self.pp_size = tp_size, pp_size
+        places = [
+            Place(tp_size, tp_rank, pp_size, pp_rank)
+            for pp_rank in range(pp_size)
+            for tp_rank in range(tp_size)
+        ]
         self.producer = producer
         self.port: int | None = None
         self._events: dict[tuple[str, str], deque[tuple[float, tuple[Any, ...]]]] = {}
         self._next = 0
-        self.images = [Image(model, style, tp_size, r, seed + r) for r in range(tp_size)]
+        self.images = [Image(model, style, place, seed + i) for i, place in enumerate(places)]
         core = Settings({**FAST, **(settings or {})}).for_core("127.0.0.1")
         engine = {
             "engine_id": name,
             "dp_rank": dp_rank,
             "dp_size": 1,
             "tp_size": tp_size,
-            "pp_size": 1,
+            "pp_size": pp_size,
             "block_size": model.block_size,
             "kv_heads": model.kv_heads,
             "producer": producer,
@@ -149,10 +150,15 @@ class Engine:
         self.ranks: list[BaseProcess] = []
         self._rank_pipes: list[Connection] = []
         engine_ends = []
-        for tp_rank in range(tp_size):
+        for place in places:
             engine_end, rank_end = ctx.Pipe()
             mine, theirs = ctx.Pipe()
-            options = {"settings": core, "engine": engine, "tp_rank": tp_rank, "pp_rank": 0}
+            options = {
+                "settings": core,
+                "engine": engine,
+                "tp_rank": place.tp_rank,
+                "pp_rank": place.pp_rank,
+            }
             process = ctx.Process(
                 target=rank.main,
                 args=(rank_end, theirs, options, model, style, seed),
@@ -168,7 +174,12 @@ class Engine:
         options = {
             "settings": core,
             "engine": engine,
-            "fields": {**FIELDS, "kv_heads": str(model.kv_heads), **(fields or {})},
+            "fields": {
+                **FIELDS,
+                "kv_heads": str(model.kv_heads),
+                "page_format": model.page_format,
+                **(fields or {}),
+            },
         }
         self.scheduler: BaseProcess = ctx.Process(
             target=engine_core.main,
@@ -231,11 +242,18 @@ class Engine:
     def loaded(self, request: Decode, timeout: float = PATIENCE_S) -> Load:
         """Waits for the load's end, and tells the oracle of it."""
         at, (ok, reports, dest, aborted) = self.wait_event("loaded", request.request_id, timeout)
-        first = request.computed // self.model.block_size
-        source = request.prefill.blocks[first : first + len(dest)]
+        prefill = request.prefill
+        moved = Moved(
+            prefill.engine.model,
+            prefill.engine.seed,
+            prefill.generation,
+            prefill.blocks,
+            request.computed // self.model.block_size * self.model.block_size,
+            len(prefill.token_ids) - 1,
+        )
         for image in self.images:
             if ok:
-                image.copy(request.prefill.engine.seed, request.prefill.generation, source, dest)
+                image.copy(moved, dest)
             elif not all(report["ordered"] for report in reports):
                 image.forget(dest)
         return Load(request.request_id, ok, reports, dest, aborted, at)
@@ -260,20 +278,21 @@ class Engine:
         value: float = self.figures()["gauges"][name]
         return value
 
-    def rank_ask(self, tp_rank: int, command: str, *arguments: Any) -> Any:
-        pipe = self._rank_pipes[tp_rank]
+    def rank_ask(self, rank: int, command: str, *arguments: Any) -> Any:
+        """Ranks count through the places of the first stage, then of the next."""
+        pipe = self._rank_pipes[rank]
         pipe.send((command, *arguments))
-        assert pipe.poll(PATIENCE_S), f"rank {tp_rank} of {self.name} does not answer {command}"
+        assert pipe.poll(PATIENCE_S), f"rank {rank} of {self.name} does not answer {command}"
         return pipe.recv()
 
     def rank_figures(self) -> list[dict[str, Any]]:
-        return [self.rank_ask(r, "figures") for r in range(self.tp_size)]
+        return [self.rank_ask(r, "figures") for r in range(len(self.ranks))]
 
     def check_bytes(self) -> None:
         """Every byte of every rank is what the oracle says."""
-        for tp_rank, image in enumerate(self.images):
-            wrong = image.differences(self.rank_ask(tp_rank, "snapshot"))
-            assert wrong is None, f"{self.name} rank {tp_rank}: {wrong}"
+        for r, image in enumerate(self.images):
+            wrong = image.differences(self.rank_ask(r, "snapshot"))
+            assert wrong is None, f"{self.name} rank {r}: {wrong}"
 
     def wait_event(
         self, kind: str, request_id: str, timeout: float = PATIENCE_S
@@ -364,8 +383,8 @@ class Engine:
         """An orderly end."""
         if self.scheduler.is_alive():
             self.ask("stop")
-        for tp_rank in range(self.tp_size):
-            assert self.rank_ask(tp_rank, "shutdown")
+        for r in range(len(self.ranks)):
+            assert self.rank_ask(r, "shutdown")
         self.kill()
 
     def kill(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from hetero_kv import _core
 from hetero_kv.config import Settings
 
-from .caches import PADDED, PLAIN, Model, RankMemory
+from .caches import PADDED, PLAIN, Model, Place, RankMemory
 from .harness import FAST, FIELDS, tokens
 
 MODEL = Model(kv_heads=4)
@@ -19,8 +19,8 @@ class Pair:
     """One prefill and one decode engine of one rank each."""
 
     def __init__(self) -> None:
-        self.p_memory = RankMemory.allocate(MODEL, PLAIN, 1, 0)
-        self.d_memory = RankMemory.allocate(MODEL, PADDED, 1, 0)
+        self.p_memory = RankMemory.allocate(MODEL, PLAIN, Place())
+        self.d_memory = RankMemory.allocate(MODEL, PADDED, Place())
         self.p_memory.fill_all(1)
         self.d_memory.fill_all(2)
         self.p_worker, self.p = _start("p", self.p_memory, producer=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero_kv import _core
 
-from .caches import Model, RankMemory, Style
+from .caches import Model, Place, RankMemory, Style
 
 
 def process_figures() -> dict[str, int]:
@@ -53,8 +53,11 @@ def main(
 ) -> None:
     """Serves one engine and one test until the test closes its end."""
     _core.init_logging(os.environ.get("HETERO_KV_LOG", "off"))
-    memory = RankMemory.allocate(model, style, options["engine"]["tp_size"], options["tp_rank"])
-    memory.fill_all(seed + options["tp_rank"])
+    engine_options = options["engine"]
+    tp_size, tp_rank = engine_options["tp_size"], options["tp_rank"]
+    pp_size, pp_rank = engine_options["pp_size"], options["pp_rank"]
+    memory = RankMemory.allocate(model, style, Place(tp_size, tp_rank, pp_size, pp_rank))
+    memory.fill_all(seed + pp_rank * tp_size + tp_rank)
     try:
         worker = _core.Worker(json.dumps(options), json.dumps(memory.describe()))
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from .caches import ODD, PADDED, PLAIN, Model, Style
@@ -57,6 +59,99 @@ def test_every_byte(
         d.wait_event("finished", request.request_id)
     d.check_bytes()
     # What a producer has handed off, nobody has written.
+    p.assert_clean()
+    d.assert_clean()
+
+
+STAGES = [
+    pytest.param(GQA, (1, 2), (1, 1), id="gqa-pp2-pp1"),
+    pytest.param(GQA, (1, 1), (1, 2), id="gqa-pp1-pp2"),
+    pytest.param(GQA, (2, 2), (1, 2), id="gqa-tp2pp2-pp2"),
+    pytest.param(Model(kv_heads=4, layers=5), (1, 2), (2, 3), id="gqa-pp2-tp2pp3"),
+    pytest.param(Model(kv_heads=0, layers=5, parts=1, token_bytes=72), (2, 3), (1, 2), id="mla"),
+    pytest.param(Model(kv_heads=4, layers=4, parts=1, opaque=True), (1, 2), (2, 1), id="opaque"),
+]
+
+
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize(("model", "shape_p", "shape_d"), STAGES)
+def test_every_byte_over_pipeline_stages(
+    make_engine: MakeEngine,
+    model: Model,
+    shape_p: tuple[int, int],
+    shape_d: tuple[int, int],
+    transport: str,
+) -> None:
+    """Shapes are (tp, pp). Layers are found by name in whichever stage has them; every rank of
+    both engines reports once, and the lease ends when all ranks of all stages have read."""
+    settings = {"transport": transport}
+    (tp_p, pp_p), (tp_d, pp_d) = shape_p, shape_d
+    p = make_engine("p", model, tp_p, pp_size=pp_p, producer=True, settings=settings)
+    d = make_engine("d", model, tp_d, pp_size=pp_d, producer=False, settings=settings)
+    for salt, (count, computed) in enumerate([(2, 0), (5, 0), (10, 4), (33, 0), (34, 32)]):
+        request = d.decode(p.prefill(tokens(count, salt)), computed=computed)
+        load = d.loaded(request)
+        assert load.ok, load.text
+        assert len(load.reports) == tp_d * pp_d
+        layer_bytes = model.head_bytes // model.layers
+        for rank, report in enumerate(load.reports):
+            held = set(model.layers_of(pp_d, rank // tp_d))
+            per_layer = len(model.heads_of(tp_d, rank % tp_d)) * layer_bytes * len(load.dest)
+            wanted = {
+                stage: per_layer * len(held & set(model.layers_of(pp_p, stage)))
+                for stage in range(pp_p)
+            }
+            got = dict.fromkeys(range(pp_p), 0)
+            for source in report["sources"]:
+                got[source["pp"]] += source["bytes"]
+            assert got == wanted, report
+        d.wait_event("finished", request.request_id)
+    d.check_bytes()
+    p.assert_clean()
+    d.assert_clean()
+
+
+# HND with all tokens of a page in one row, as vLLM's joined caches are described.
+ONE_ROW = Style(tokens_outside_heads=False, joint=True, one_row=True, reverse_layers=True)
+SIZES = [
+    pytest.param(GQA, (1, 16, PLAIN), (1, 32, PADDED), id="gqa-16-32"),
+    pytest.param(GQA, (2, 32, ONE_ROW), (1, 16, ODD), id="gqa-32-16"),
+    pytest.param(GQA, (1, 16, PADDED), (2, 64, ONE_ROW), id="gqa-16-64"),
+    pytest.param(GQA, (1, 64, ONE_ROW), (1, 16, ONE_ROW), id="gqa-64-16-one-row"),
+    pytest.param(MLA, (2, 16, ONE_ROW), (1, 32, PLAIN), id="mla-16-32"),
+    pytest.param(MLA, (1, 64, ODD), (2, 16, PADDED), id="mla-64-16"),
+]
+
+
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize(("model", "side_p", "side_d"), SIZES)
+def test_every_byte_between_unlike_block_sizes(
+    make_engine: MakeEngine,
+    model: Model,
+    side_p: tuple[int, int, Style],
+    side_d: tuple[int, int, Style],
+    transport: str,
+) -> None:
+    """Sides are (tp, tokens of a block, style). Tokens count from the start of the sequence, also
+    behind a prefix hit that ends inside one of prefill's blocks."""
+    (tp_p, size_p, style_p), (tp_d, size_d, style_d) = side_p, side_d
+    model_p, model_d = replace(model, block_size=size_p), replace(model, block_size=size_d)
+    settings = {"transport": transport}
+    p = make_engine("p", model_p, tp_p, producer=True, style=style_p, settings=settings)
+    d = make_engine("d", model_d, tp_d, producer=False, style=style_d, settings=settings)
+    cases = [(2, 0), (16, 0), (17, 0), (18, 0), (65, 0), (66, 0), (100, 0), (130, 64), (200, 128)]
+    for salt, (count, computed) in enumerate(cases):
+        request = d.decode(p.prefill(tokens(count, salt)), computed=computed)
+        load = d.loaded(request)
+        assert load.ok, load.text
+        held = model_p.blocks_for(count - 1) * size_p
+        moved = min(held, computed + len(load.dest) * size_d) - computed
+        token_bytes = model.layers * model.parts * model.token_bytes
+        for rank, report in enumerate(load.reports):
+            wanted = moved * token_bytes * len(model.heads_of(tp_d, rank))
+            assert sum(source["bytes"] for source in report["sources"]) == wanted
+        d.wait_event("finished", request.request_id)
+    d.check_bytes()
     p.assert_clean()
     d.assert_clean()
 
@@ -184,8 +279,9 @@ def test_round_robin_takes_the_holders_in_turn(make_engine: MakeEngine) -> None:
 
 def test_unequal_opaque_pages_are_refused_by_layer(make_engine: MakeEngine) -> None:
     """Handshake fields that hide a difference do not make wrong bytes of it."""
-    p = make_engine("p", GQA, 1, producer=True)
-    d = make_engine("d", Model(kv_heads=4, opaque=True), 1, producer=False)
+    fields = {"page_format": "hidden"}
+    p = make_engine("p", GQA, 1, producer=True, fields=fields)
+    d = make_engine("d", Model(kv_heads=4, opaque=True), 1, producer=False, fields=fields)
     load = d.loaded(d.decode(p.prefill(tokens(9))))
     assert load.reasons == {"plan"}
     assert "rows" in load.text

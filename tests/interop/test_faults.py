@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from .caches import Model, Style
+from .caches import Model, Moved, Style
 from .conftest import MakeEngine
 from .harness import PATIENCE_S, Engine, Load, tokens
 from .ports import free_range
@@ -242,7 +242,7 @@ def test_abort_in_each_phase(make_engine: MakeEngine) -> None:
         # Reported means that nothing writes these blocks any more, whatever the source does.
         d.rank_ask(0, "scribble", load.dest)
         for image in d.images:
-            image.copy(999, 999, load.dest, load.dest)
+            image.copy(Moved(d.model, 999, 999, load.dest, 0, 0), load.dest)
     p.wait_event("released", read.request_id)
     time.sleep(0.3)
     d.check_bytes()

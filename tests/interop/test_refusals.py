@@ -54,6 +54,71 @@ def test_indivisible_tp_sizes_are_refused(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "fields", "reason", "field", "words"),
+    [
+        ({"opaque": True}, {"opaque": True}, {}, "pair_refused", "page_format",
+         ["prefill has TEST, whole pages of 16 tokens", "decode has TEST, whole pages of 32"]),
+        ({}, {"opaque": True}, {}, "pair_refused", "page_format", ["by token", "pages of 16"]),
+        ({"block_size": 24}, {}, {}, "pair_refused", "block_size", ["16", "24", "divide"]),
+        # Fields that hide it: the plan sees it.
+        ({"opaque": True}, {"opaque": True}, {"page_format": "hidden"}, "plan", "", ["row_bytes"]),
+        ({"opaque": True}, {}, {"page_format": "hidden"}, "plan", "", ["opaque pages", "16", "32"]),
+    ],
+)  # fmt: skip
+def test_unlike_block_sizes_without_a_converter_are_refused_by_name(
+    make_engine: MakeEngine,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    fields: dict[str, str],
+    reason: str,
+    field: str,
+    words: list[str],
+) -> None:
+    model_p = Model(kv_heads=4, **{"block_size": 16, **theirs})
+    model_d = Model(kv_heads=4, **{"block_size": 32, **ours})
+    p = make_engine("p", model_p, producer=True, fields=fields)
+    d = make_engine("d", model_d, producer=False, fields=fields)
+    load = d.loaded(d.decode(p.prefill(tokens(40))))
+    assert load.reasons == {reason}, load.text
+    assert load.fields == {field}
+    for word in words:
+        assert word in load.text
+    assert load.bytes_read == 0
+    d.check_bytes()
+    p.ask("revoke")
+    for engine in (p, d):
+        engine.assert_clean()
+
+
+def test_unlike_scales_are_refused_by_layer_with_both_values(make_engine: MakeEngine) -> None:
+    """Bytes of a quantized cache are only right with the scales they were made with."""
+    from hetero_kv.layout import kv_scales
+
+    same = {f"model.layers.{i}.self_attn.attn": "0.5/0.25" for i in range(60)}
+    other = {**same, "model.layers.41.self_attn.attn": "0.5/0.125"}
+    last = {**same, "model.layers.59.self_attn.attn": "0.75/0.25"}
+    p = make_engine("p", GQA, producer=True, fields={"kv_scales": kv_scales(other)})
+    d = make_engine("d", GQA, producer=False, fields={"kv_scales": kv_scales(last)})
+    load = d.loaded(d.decode(p.prefill(tokens(9))))
+    assert load.fields == {"kv_scales"}
+    for word in (
+        "41.self_attn.attn=0.5/0.125",
+        "41.self_attn.attn=0.5/0.25",
+        "59.self_attn.attn=0.75",
+    ):
+        assert word in load.text
+    assert "model.layers.40" not in load.text
+    assert load.bytes_read == 0
+    p.ask("revoke")
+    twin = make_engine("e", GQA, producer=False, fields={"kv_scales": kv_scales(other)})
+    load = twin.loaded(twin.decode(p.prefill(tokens(9, 1))))
+    assert load.ok, load.text
+    twin.check_bytes()
+    for engine in (p, d, twin):
+        engine.assert_clean()
+
+
+@pytest.mark.parametrize(
     ("change", "reason", "field", "words"),
     [
         ({"remote_port": "other"}, "pair_refused", "remote_engine_id", ["p0", "p1"]),

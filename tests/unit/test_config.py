@@ -120,6 +120,30 @@ def test_only_bind_host_may_be_a_wildcard() -> None:
     assert Settings({"bind_host": "::"})["bind_host"] == "::"
 
 
+@pytest.mark.parametrize(
+    ("value", "addresses"),
+    [
+        ([], ()),
+        ("", ()),
+        ("p0:7000", (("p0", 7000),)),
+        ("p0:7000, 10.0.0.1:7001,", (("p0", 7000), ("10.0.0.1", 7001))),
+        (["[::1]:65535", "p0:1", "p0:1"], (("::1", 65535), ("p0", 1))),
+    ],
+)
+def test_addresses_to_connect_to(value: Any, addresses: Any) -> None:
+    assert Settings({"connect": value})["connect"] == addresses
+    assert Settings({"connect": value}).for_core("h")["connect"] == addresses
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, None, {"p0": 7000}, "p0", ["p0:0"], ["p0:65536"], ["p0:7000/x"], ["::1:7000"], [7000],
+     ["0.0.0.0:7000"], [":7000"], ["p 0:7000"], ["p0:7000"] * 257],
+)  # fmt: skip
+def test_addresses_that_cannot_be_dialled(value: Any) -> None:
+    assert faults(connect=value)[0].startswith("connect: must be")
+
+
 def test_cross_checks_name_the_key() -> None:
     assert faults(heartbeat_s=6, peer_silence_s=17.9) == [
         "peer_silence_s: must be at least three times heartbeat_s"

@@ -36,16 +36,18 @@ from hetero_kv.demo.witness import (
 
 
 def test_topology_is_read_and_written_alike() -> None:
-    topology = parse_topology("2xdp=1,tp=2:tp=1,dp=4")
-    assert topology.prefill == Shape(2, 1, 2)
-    assert topology.decode == Shape(1, 4, 1)
+    topology = parse_topology("2xdp=1,tp=2,pp=3:tp=1,dp=4")
+    assert topology.prefill == Shape(2, 1, 2, 3)
+    assert topology.prefill.ranks == 12
+    assert topology.decode == Shape(1, 4, 1, 1)
     assert parse_topology(str(topology)) == topology
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "dp=1,tp=1", "dp=1,tp=1:dp=0,tp=1", "dp=1:tp=1", "dp=1,tp=1:dp=1,tp=1:dp=1,tp=1",
-     "dp=1,tp=1,pp=2:dp=1,tp=1", "0xdp=1,tp=1:dp=1,tp=1", "dp=-1,tp=1:dp=1,tp=1",
+     "dp=1,tp=1,pp=0:dp=1,tp=1", "dp=1,dp=1,tp=1:dp=1,tp=1", "dp=1,pp=2:dp=1,tp=1",
+     "0xdp=1,tp=1:dp=1,tp=1", "dp=-1,tp=1:dp=1,tp=1",
      "99xdp=9,tp=9:dp=1,tp=1"],
 )  # fmt: skip
 def test_a_bad_topology_is_refused(text: str) -> None:
@@ -135,8 +137,9 @@ TOKENS = (5, 6, 7)
 
 def load(index: int, **changes: Any) -> Load:
     honest = Load(
-        request_id=f"cmpl-pass-{index:03d}-0-abcd", dp_rank=0, tp_rank=0, moved_bytes=100,
-        planned_bytes=100, load_ms=1.0, outcome="ok", sources=((0, index % 2, 100),),
+        request_id=f"cmpl-pass-{index:03d}-0-abcd", dp_rank=0, tp_rank=0, pp_rank=0,
+        moved_bytes=100, planned_bytes=100, load_ms=1.0, outcome="ok",
+        sources=((0, index % 2, 100),),
     )  # fmt: skip
     return dataclasses.replace(honest, **changes)
 
@@ -148,7 +151,7 @@ def row(index: int, tokens: tuple[int, ...] = TOKENS, **changes: Any) -> Row:
     prompt = Prompt(index, tuple(range(16)), stream=False)
     taken = Allocation(f"cmpl-pass-{index:03d}-0-abcd", 15)
     trace = Trace((load(index, **changes),), (taken,))
-    return make_row(prompt, answer, TOKENS, trace, PLANNER, 1)
+    return make_row(prompt, answer, TOKENS, trace, PLANNER, (1, 1))
 
 
 def rows(**changes: Any) -> list[Row]:
@@ -170,7 +173,7 @@ def test_an_honest_pass_holds() -> None:
 def test_a_silent_recompute_is_found_by_both_witnesses() -> None:
     prompt = Prompt(0, tuple(range(16)), stream=False)
     answer = Answer("pass-000", 200, TOKENS, prompt_tokens=16, cached_tokens=0)
-    recomputed = make_row(prompt, answer, TOKENS, Trace(), PLANNER, 1)
+    recomputed = make_row(prompt, answer, TOKENS, Trace(), PLANNER, (1, 1))
     assert recomputed.equal
     assert failed(check_pass([recomputed], Counters(0, 0, 16, 0))) == {
         "requests", "bytes moved", "prompts that move", "tokens from KV",
@@ -184,6 +187,7 @@ def test_a_silent_recompute_is_found_by_both_witnesses() -> None:
         ({"moved_bytes": 99}, {"requests", "bytes moved", "bytes counted"}),
         ({"outcome": "failed"}, {"requests"}),
         ({"tp_rank": 1}, {"requests"}),
+        ({"pp_rank": 1}, {"requests"}),
         ({"sources": ((0, 2, 100),)}, {"requests"}),
         ({"sources": ((0, 0, 60), (1, 0, 40))}, {"requests", "bytes moved"}),
     ],

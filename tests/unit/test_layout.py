@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_kv.layout import LayoutError, read_cache
+from hetero_kv.layout import (
+    FIELD_BYTES_MAX,
+    LayoutError,
+    kv_scales,
+    model_layers,
+    page_format,
+    read_cache,
+    scale_texts,
+    this_processor,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -157,3 +168,94 @@ def worker_options() -> str:
     }
     settings = Settings({"host": "127.0.0.1"}).for_core("127.0.0.1")
     return json.dumps({"settings": settings, "engine": engine, "tp_rank": 0, "pp_rank": 0})
+
+
+def test_layers_are_those_of_the_whole_model_however_it_is_staged() -> None:
+    whole = model_layers({(0, 0): ("a", "b", "c")})
+    assert whole.startswith("3:")
+    # Registered in another order, cut into stages, on several ranks: the same model.
+    assert model_layers({(0, 0): ("c", "a", "b")}) == whole
+    assert model_layers({(1, 0): ("c",), (0, 0): ("a", "b")}) == whole
+    staged = {(0, 0): ("a",), (0, 1): ("a",), (1, 0): ("b", "c"), (1, 1): ("c", "b")}
+    assert model_layers(staged) == whole
+    assert model_layers({(0, 0): ("a", "b", "d")}) != whole
+    assert model_layers({(0, 0): ("a", "b")}) != whole
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({(0, 0): ("a", "b"), (1, 0): ("b",)}, ["layer b", "stages 0 and 1"]),
+        ({(0, 0): ("a", "b"), (0, 1): ("a",)}, ["layer b", "(pp 0, tp 0)", "(pp 0, tp 1)"]),
+    ],
+)
+def test_workers_that_do_not_make_one_model_are_refused(layers: Any, words: list[str]) -> None:
+    with pytest.raises(LayoutError) as error:
+        model_layers(layers)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_page_format_names_what_has_to_be_equal() -> None:
+    assert page_format({"CPU_MLA"}, "x86_64", 16) == "CPU_MLA, by token"
+    attention = page_format({"CPU_ATTN"}, "x86_64", 32)
+    assert attention == "CPU_ATTN on x86_64, whole pages of 32 tokens"
+    assert attention != page_format({"CPU_ATTN"}, "x86_64+amx_tile", 32)
+    assert attention != page_format({"CPU_ATTN"}, "x86_64", 16)
+
+
+def test_a_processor_is_named_by_what_kernels_are_chosen_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert this_processor().startswith(platform.machine())
+    able = {"architecture": "x86_64", "avx512_f": True, "amx_tile": True, "avx2": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert this_processor() == "x86_64+avx512_f+amx_tile"
+    able["amx_tile"] = False
+    assert this_processor() == "x86_64+avx512_f"
+
+
+def scaled(k: Any, v: Any, **more: Any) -> Any:
+    return SimpleNamespace(_k_scale=torch.tensor(k), _v_scale=torch.tensor(v), **more)
+
+
+def test_scales_are_read_from_the_layers() -> None:
+    layers = {"a": scaled(0.5, 0.25), "b": scaled(1.0, 0.1)}
+    texts = scale_texts(layers, True)
+    # As the number that the kernels divide by, which is no 0.1.
+    assert texts == {"a": "0.5/0.25", "b": "1.0/0.10000000149011612"}
+    assert scale_texts(layers, False) == {}
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (scaled(1.0, 1.0, calculate_kv_scales=True), "layer a: .*--calculate-kv-scales"),
+        (scaled([1.0, 2.0], 1.0), "layer a: .* k scale .*2 values"),
+        (SimpleNamespace(_k_scale=torch.tensor(1.0)), "layer a: .* v scale"),
+    ],
+)
+def test_scales_that_a_pair_cannot_share_are_refused_by_layer(layer: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        scale_texts({"a": layer}, True)
+
+
+def test_the_scales_of_every_layer_are_in_the_field() -> None:
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(200)]
+    same = dict.fromkeys(names, "0.5/0.5")
+    assert kv_scales({}) == "none"
+    assert kv_scales(same) == "all 200 layers=0.5/0.5"
+    few = kv_scales({name: f"{i}.0/1.0" for i, name in enumerate(names[:3])})
+    assert few.split(";")[1] == "model.layers.1.self_attn.attn=1.0/1.0"
+    # Each change of one layer changes the field, however many layers there are.
+    for count in (2, 60, 200):
+        values = {
+            kv_scales({**dict.fromkeys(names[:count], "0.5/0.5"), n: "0.5/1.0"})
+            for n in names[:count]
+        }
+        assert len(values) == count
+        assert all(len(value.encode()) <= FIELD_BYTES_MAX for value in values)
+        assert all("=0.5/1.0" in value for value in values)
+    many = {f"model.{'x' * 40}.{i}.{i}": f"{i}.0/1.0" for i in range(500)}
+    assert len(kv_scales(many).encode()) <= FIELD_BYTES_MAX
+    assert kv_scales(many) != kv_scales({**many, next(iter(many)): "9.5/1.0"})

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from contract_engine import PROMPT, cache_config, drain, engines, make_config, prefill, run_until
 from hetero_kv.connector import HeteroKVConnector
+from hetero_kv.layout import this_processor
 from hetero_kv.metadata import HeteroKVWorkerMeta
 from hetero_kv.stats import HeteroKVStats, key
 
@@ -46,7 +47,9 @@ def test_all_ranks_announce_equal_fields(config_folder: Path) -> None:
         assert first.card != second.card
         assert first.fields["kv_heads"] == "4"
         assert first.fields["kv_cache_dtype"] == "float32"
-        assert first.fields["block_size"] == "16"
+        assert first.fields["group_kinds"] == "full_attention"
+        pages = first.fields["page_format"]
+        assert pages == f"unknown on {this_processor()}, whole pages of 16 tokens"
 
 
 def test_ranks_that_differ_are_refused_at_start_by_field(config_folder: Path) -> None:
@@ -54,6 +57,18 @@ def test_ranks_that_differ_are_refused_at_start_by_field(config_folder: Path) ->
         cards = {(0, r): w.connector.get_handshake_metadata() for r, w in enumerate(d.workers)}
         cards[0, 1].fields = {**cards[0, 1].fields, "kv_cache_dtype": "uint8"}
         with pytest.raises(RuntimeError, match=r"\(0, 1\) differs .*kv_cache_dtype"):
+            d.connector.set_xfer_handshake_metadata_pp_aware(cards)
+
+
+def test_ranks_with_unlike_scales_are_refused_at_start_by_layer(config_folder: Path) -> None:
+    with engines((config_folder, "kv_consumer", {"tp": 2})) as (d,):
+        cards = {(0, r): w.connector.get_handshake_metadata() for r, w in enumerate(d.workers)}
+        assert [card.scales for card in cards.values()] == [{}, {}]
+        cards[0, 0].scales = {"a": "0.5/0.5", "b": "1.0/1.0"}
+        cards[0, 1].scales = {"a": "0.5/0.5", "b": "1.0/2.0"}
+        with pytest.raises(
+            RuntimeError, match=r"layer b .*1\.0/2\.0 on worker .*\(0, 1\) and 1\.0/1"
+        ):
             d.connector.set_xfer_handshake_metadata_pp_aware(cards)
 
 

@@ -76,6 +76,25 @@ def test_decode_holds_exactly_what_prefill_computed(
         assert_nothing_held(p, d)
 
 
+@pytest.mark.parametrize(
+    ("p_shape", "d_shape"),
+    [({"pp": 2}, {}), ({}, {"pp": 2}), ({"pp": 2}, {"pp": 2}), ({"tp": 2, "pp": 2}, {"tp": 1})],
+)
+def test_decode_holds_what_prefill_computed_over_stages(
+    config_folder: Path, p_shape: dict[str, int], d_shape: dict[str, int]
+) -> None:
+    """vLLM counts one report of each worker, tp times pp of them, before it frees or schedules."""
+    with pair(config_folder, p_shape, {**d_shape, "log_stats": True}) as (p, d):
+        d.add("d0", PROMPT, prefill(p), max_tokens=2)
+        run_until(lambda: "d0" in d.scheduled, p, d)
+        blocks = d.blocks_of("d0")
+        assert [len(w.layers) for w in d.workers] == [2 // d_shape.get("pp", 1)] * len(d.workers)
+        assert all(worker.holds(PROMPT, blocks) for worker in d.workers)
+        drain(p, d)
+        assert bytes_read(d) == 7 * block_bytes()
+        assert_nothing_held(p, d)
+
+
 def test_a_prefix_hit_on_decode_reads_only_the_tail(config_folder: Path) -> None:
     with pair(config_folder, d={"log_stats": True}) as (p, d):
         d.add("warm", PROMPT[:40])

@@ -6,6 +6,7 @@ of the tensors decides.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 from typing import Any
@@ -16,10 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_layout import (
     compute_block_transfer_offsets,
     merge_contiguous_offsets,
 )
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from hetero_kv.layout import LayoutError, read_cache
+from hetero_kv.layout import TOKEN_PAGES, LayoutError, has_token_pages, read_cache
 
 LAYER = "model.layers.0.self_attn.attn"
 DTYPE = torch.bfloat16
@@ -175,3 +177,35 @@ def test_merging_keeps_the_bytes_and_needs_both_sides_to_follow() -> None:
             assert pairs_of(runs) == pairs_of([(a, b, 8) for a, b in pairs.items()])
             follow = sum(pairs[a + 8] - pairs[a] == 8 for a in (0, 8))
             assert len(runs) == 3 - follow
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_cpu_mlas_own_writer_puts_a_token_where_we_would_cut(size: int) -> None:
+    """What makes its blocks fit for other sizes of block: vLLM's cache writer, asked for each token
+    of a scattered block table."""
+    assert has_token_pages({CPUMLABackend.get_name()})
+    rank, rope, tokens, blocks = 512, 64, 100, [5, 2, 7, 0, 3, 6, 1]
+    cache = torch.full((8, size, rank + rope), -1.0)
+    content = torch.arange(tokens * (rank + rope), dtype=torch.float32).view(tokens, -1)
+    slots = torch.tensor([blocks[t // size] * size + t % size for t in range(tokens)])
+    kv, rope_part = content[:, :rank], content[:, None, rank:]
+    CPUMLAImpl.do_kv_cache_update(None, kv, rope_part, cache, slots, "auto", None)  # type: ignore[arg-type]
+
+    described = json.loads(read_cache({LAYER: cache}, 8, False).json)
+    (part,) = described["layers"][0]["parts"]
+    assert (part["block_tokens"], part["rows"]) == (size, 1)
+    token_bytes = part["row_bytes"] // size
+    base = described["regions"][0]["base"] + part["offset_bytes"]
+    for token in range(tokens):
+        at = blocks[token // size] * part["block_stride_bytes"] + token % size * token_bytes
+        raw = bytearray(ctypes.string_at(base + at, token_bytes))
+        assert torch.equal(torch.frombuffer(raw, dtype=torch.float32), content[token])
+
+
+def test_pages_are_opaque_unless_their_writer_was_asked() -> None:
+    assert {"CPU_MLA"} == TOKEN_PAGES
+    assert not has_token_pages(set())
+    assert not has_token_pages({"CPU_ATTN"})
+    assert not has_token_pages({"CPU_MLA", "CPU_ATTN"})
+    opaque = json.loads(read_cache({LAYER: torch.zeros(8, 2, 16, 8)}, 8, True).json)
+    assert opaque["layers"][0]["parts"][0]["block_tokens"] == 0

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hetero_kv.demo.processes import GuardedProcess, ProcessError, stop_all
+from hetero_kv.demo.topology import Shape
 
 Role = Literal["prefill", "decode", "plain"]
 Progress = Callable[["Engine"], None]
@@ -136,7 +137,7 @@ def connector_config(
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """What to launch: one vLLM server of `dp` engines with `tp` ranks each.
+    """What to launch: one vLLM server of `dp` engines with `pp` stages of `tp` ranks each.
 
     `kv_transfer_config` None with role "prefill" or "decode" means our connector with default
     settings; role "plain" runs without a connector. `port` 0 means a free one.
@@ -147,6 +148,7 @@ class EngineSpec:
     role: Role = "plain"
     dp: int = 1
     tp: int = 1
+    pp: int = 1
     port: int = 0
     kv_transfer_config: Mapping[str, Any] | None = None
     kv_cache_bytes: int = 32 << 20
@@ -154,6 +156,11 @@ class EngineSpec:
     seqs_max: int = 32
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shape(self) -> str:
+        """As the demo's grammar writes it."""
+        return Shape(1, self.dp, self.tp, self.pp).engine
 
     def command(self, python: str, port: int) -> list[str]:
         """The engine's command line."""
@@ -163,7 +170,17 @@ class EngineSpec:
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
         command += ["--host", HOST, "--port", str(port), "--uvicorn-log-level", "warning"]
         # fp32 without compilation: equal input gives equal tokens on every layout.
-        command += ["--dtype", "float32", "--enforce-eager"]
+        command += ["--dtype", "float32"]
+        compilation: dict[str, Any] = {}
+        if self.pp > 1:
+            command += ["--pipeline-parallel-size", str(self.pp)]
+            # vLLM 0.32's CPU runner makes the buffer for what a stage gets from the one before in
+            # a profiling run that it leaves out of eager engines, and then fails on the first
+            # request. Compiled "by" torch's eager backend, the same operators run, and that run is
+            # done.
+            compilation |= {"mode": 1, "backend": "eager"}
+        else:
+            command += ["--enforce-eager"]
         command += ["--max-model-len", str(self.model_len_max)]
         command += ["--max-num-seqs", str(self.seqs_max)]
         command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
@@ -175,7 +192,9 @@ class EngineSpec:
         if uses_mla(self.model):
             # vLLM 0.32's CPU rotary kernel rotates a 3-D query wrongly when a rank has more than
             # one head; the Python implementation is right.
-            command += ["--compilation-config", '{"custom_ops":["all","-rotary_embedding"]}']
+            compilation["custom_ops"] = ["all", "-rotary_embedding"]
+        if compilation:
+            command += ["--compilation-config", json.dumps(compilation)]
         transfer = self.kv_transfer_config
         if transfer is None:
             transfer = connector_config(self.role)

@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
 def memory_bytes(spec: EngineSpec) -> int:
     """What one launched vLLM server takes with its weights and its KV cache."""
-    workers = spec.dp * spec.tp
+    workers = spec.dp * spec.tp * spec.pp
     coordinator = COORDINATOR_BYTES if spec.dp > 1 else 0
     weights = spec.dp * WEIGHTS_IN_MEMORY * stored_weights_bytes(spec.model)
     cache = workers * spec.kv_cache_bytes
@@ -50,7 +50,7 @@ def stored_weights_bytes(model: Path) -> int:
 
 
 def process_count(spec: EngineSpec) -> int:
-    return 1 + (1 if spec.dp > 1 else 0) + spec.dp + spec.dp * spec.tp
+    return 1 + (1 if spec.dp > 1 else 0) + spec.dp + spec.dp * spec.tp * spec.pp
 
 
 def memory_available_bytes() -> int:
@@ -77,7 +77,7 @@ class Needs:
         order = "all at the same time" if len(self.phases) == 1 else "the plain one first"
         return [
             "engines: "
-            + "; ".join(f"{spec.name} (dp={spec.dp},tp={spec.tp})" for spec in engines)
+            + "; ".join(f"{spec.name} ({spec.shape})" for spec in engines)
             + f"; {order}",
             f"memory: about {self.memory_needed_bytes / 1e9:.1f} GB, "
             f"{self.memory_available_bytes / 1e9:.1f} GB available",

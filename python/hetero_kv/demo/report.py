@@ -59,9 +59,10 @@ def make_row(
     expected: Sequence[int],
     trace: Trace,
     planner: Planner,
-    decode_tp: int,
+    decode: tuple[int, int],
 ) -> Row:
-    """Brings together what the client, the trace and the planner say of one request."""
+    """Brings together what the client, the trace and the planner say of one request. `decode`: tp
+    and pp of the decode engines."""
     own = trace_of(trace, answer.request_id)
     loads = own.loads
     # The last prompt token is computed on the decode side, so a prompt of one token moves nothing.
@@ -78,9 +79,12 @@ def make_row(
                 f"read from prefill DP ranks {sorted(owner_dps)} "
                 f"by decode DP ranks {sorted(decode_dps)}"
             )
-        ranks = sorted(load.tp_rank for load in loads)
-        if ranks != list(range(decode_tp)):
-            problem = problem or f"loads by decode ranks {ranks}, not by each of {decode_tp} once"
+        ranks = sorted((load.pp_rank, load.tp_rank) for load in loads)
+        tp, pp = decode
+        if ranks != [(stage, place) for stage in range(pp) for place in range(tp)]:
+            problem = problem or (
+                f"loads by decode ranks (pp, tp) {ranks}, not by each of pp={pp}, tp={tp} once"
+            )
         bad = [load for load in loads if load.outcome != LOADED]
         if bad:
             # Beside what the client saw: vLLM answers every failed load with the same 500.

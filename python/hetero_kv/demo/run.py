@@ -166,6 +166,7 @@ def make_setup(
                 role="prefill" if side == "prefill" else "decode",
                 dp=shape.dp,
                 tp=shape.tp,
+                pp=shape.pp,
                 kv_transfer_config=connector_config(
                     "prefill" if side == "prefill" else "decode", {**SHARED_CORES, **extra}
                 ),
@@ -277,8 +278,9 @@ class Judge:
             lambda now: now.computed_tokens >= computed and now.bytes_read > 0,
         )
         trace = read_trace(self.trace)
+        spec = self.decode[0].spec
         rows = [
-            make_row(prompt, answer, tokens, trace, self.planner, self.decode[0].spec.tp)
+            make_row(prompt, answer, tokens, trace, self.planner, (spec.tp, spec.pp))
             for prompt, answer, tokens in zip(self.prompts, answers, self.expected, strict=True)
         ]
         return rows, counters
@@ -433,7 +435,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--topology",
         default=DEFAULT_TOPOLOGY,
-        metavar="[Nx]dp=D,tp=T:[Nx]dp=D,tp=T",
+        metavar="[Nx]dp=D,tp=T[,pp=P]:[Nx]dp=D,tp=T[,pp=P]",
         help=f"prefill and decode side (default {DEFAULT_TOPOLOGY})",
     )
     parser.add_argument(

@@ -57,6 +57,7 @@ class Load:
     request_id: str
     dp_rank: int
     tp_rank: int
+    pp_rank: int
     moved_bytes: int
     planned_bytes: int
     load_ms: float
@@ -111,6 +112,7 @@ def read_trace(path: Path) -> Trace:
                     request_id=str(record["req_id"]),
                     dp_rank=int(record["dp_rank"]),
                     tp_rank=int(record["tp_rank"]),
+                    pp_rank=int(record["pp_rank"]),
                     moved_bytes=int(record["bytes"]),
                     planned_bytes=int(record["planned_bytes"]),
                     load_ms=float(record["ms"]),
@@ -176,8 +178,8 @@ class Planner:
         self._command = [
             executable("hetero-kv", "HETERO_KV_CLI"),
             "plan",
-            *("--prefill", f"dp={prefill.dp},tp={prefill.tp}"),
-            *("--decode", f"dp={decode.dp},tp={decode.tp}"),
+            *("--prefill", prefill.engine),
+            *("--decode", decode.engine),
             *("--kv", model.kv, "--layers", str(model.layers)),
             *("--block-size", str(block_tokens), "--dtype", "fp32", "--json"),
         ]
@@ -201,8 +203,14 @@ class Planner:
     def bytes_planned(self, owner_dp: int, decode_dp: int, tokens: int) -> int:
         """Bytes that all ranks of one decode engine read for `tokens` external tokens."""
         blocks = -(-tokens // self._block_tokens)
+        every_layer = [0, self._model.layers]
+
+        def layers(source: dict[str, Any]) -> int:
+            first, past_last = source.get("layers", every_layer)
+            return int(past_last - first)
+
         return sum(
-            source["bytes_per_block_layer"] * self._model.layers * blocks
+            source["bytes_per_block_layer"] * layers(source) * blocks
             for row in self.rows(owner_dp)
             if row["dp"] == decode_dp
             for source in row["sources"]

@@ -93,10 +93,17 @@ pub struct LoadOrder {
     pub deadline_ms: u64,
     /// Which of several equal holders.
     pub choice: SourceChoice,
-    /// Index in the sequence of the first block listed.
-    pub first_block: u32,
-    /// Source blocks, index by index those of `dest_blocks`.
+    /// One past the last token of the sequence that is wanted.
+    pub past_token: u32,
+    /// Tokens of a source block.
+    pub source_block_tokens: u32,
+    /// Index in the sequence of the first source block, in source blocks.
+    pub source_first_block: u32,
+    /// Source blocks that hold the tokens to load; where blocks are of one size, index by index
+    /// those of `dest_blocks`.
     pub source_blocks: Vec<BlockId>,
+    /// Index in the sequence of the first block of this engine.
+    pub first_block: u32,
     /// Blocks of this engine.
     pub dest_blocks: Vec<BlockId>,
 }

@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 mod _core {
     use hetero_kv_core::failure::FailureReason;
+    use hetero_kv_core::layout::KvGroup;
     use pyo3::prelude::*;
 
     #[pymodule_export]
@@ -40,6 +41,18 @@ mod _core {
             .iter()
             .map(|reason| reason.label())
             .collect()
+    }
+
+    /// The compatibility field `group_kinds` of KV cache groups, given as (first layer, kind). Raises
+    /// `ValueError` naming the group whose kind cannot be moved.
+    #[pyfunction]
+    fn group_kinds(groups: Vec<(String, String)>) -> PyResult<String> {
+        let groups: Vec<KvGroup<'_>> = groups
+            .iter()
+            .map(|(name, kind)| KvGroup { name, kind })
+            .collect();
+        hetero_kv_core::layout::group_kinds(&groups)
+            .map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))
     }
 
     /// Starts the log of our threads on standard error; once per process, later calls change

@@ -41,6 +41,8 @@ pub(crate) struct Settings {
     pub(crate) stripe_sources_max: u32,
     pub(crate) readers_max: u32,
     pub(crate) sources_max: u32,
+    /// Addresses of prefill engines to pair with at start.
+    pub(crate) connect: Vec<(String, u16)>,
 }
 
 /// An engine, from vLLM's configuration.
@@ -167,6 +169,7 @@ impl WorkerStart {
             tp_rank: TpRank(self.tp_rank),
             tp_size: self.engine.tp_size,
             pp_rank: PpRank(self.pp_rank),
+            pp_size: self.engine.pp_size,
             heads: self.engine.heads(),
         }
     }

@@ -53,6 +53,9 @@ impl Scheduler {
         let side = py
             .detach(|| SchedulerSide::start(options))
             .map_err(|e| error::system("scheduler side", e))?;
+        for (host, port) in start.settings.connect {
+            side.keep_connected(host, port);
+        }
         Ok(Self { side })
     }
 
@@ -227,10 +230,12 @@ fn figures_json(figures: &SchedulerFigures) -> serde_json::Value {
             ("loads_ordered", counts.loads),
             ("reconnects", counts.reconnects),
             ("quarantines", counts.quarantines),
+            ("dials", counts.dials),
         ] {
             counters.insert(name.into(), json!(value));
         }
         gauges.insert("sources_avoided".into(), json!(figures.sources_avoided));
+        gauges.insert("peers_ready".into(), json!(figures.peers_ready));
         gauges.insert("requests_open".into(), json!(figures.consumer_open.0));
         gauges.insert("transfers_open".into(), json!(figures.consumer_open.1));
         for ((reason, field), count) in &counts.failures {

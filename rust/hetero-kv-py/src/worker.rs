@@ -124,6 +124,7 @@ fn report_json(report: &LoadReport) -> String {
         "sources": report.reads.iter().map(|read| json!({
             "dp": read.dp_rank,
             "tp": read.tp_rank,
+            "pp": read.pp_rank,
             "bytes": read.bytes,
             "transport": read.transport,
         })).collect::<Vec<_>>(),

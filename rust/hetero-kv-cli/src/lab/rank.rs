@@ -84,6 +84,7 @@ impl Rank {
             tp_rank: TpRank(config.tp_rank),
             tp_size: engine.tp_size,
             pp_rank: PpRank(config.pp_rank),
+            pp_size: engine.pp_size,
             heads: engine.model.heads(),
         };
         let options = WorkerOptions {

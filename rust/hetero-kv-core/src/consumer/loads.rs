@@ -1,7 +1,7 @@
 //! Requests: orders to the workers once there are blocks and a lease, and their failures.
 
 use super::claims::expired;
-use super::peer::PeerState;
+use super::peer::{PeerState, source_block_tokens};
 use super::transfer::{Claiming, Phase, Request};
 use super::{Consumer, FAILURE_FIELDS_MAX, millis_left};
 use crate::failure::{Failure, FailureReason};
@@ -53,9 +53,18 @@ impl Consumer {
                     return;
                 }
                 let first = *first_block;
-                let past = first + dest_blocks.len();
+                let ours = self.options.block_size;
+                let theirs = match self.peers.get(&transfer.peer).map(|peer| &peer.state) {
+                    Some(PeerState::Ready(layout)) => source_block_tokens(layout, ours),
+                    // Granted by it, so it was ready; what it holds is read by the workers.
+                    Some(_) | None => ours,
+                };
+                // Blocks of both sides count tokens of one sequence, which are below 2^32.
+                let first_token = u64::from(ours) * first as u64;
+                let source_first = (first_token / u64::from(theirs)) as usize;
+                let source_past = past_token.div_ceil(theirs) as usize;
                 let source = match block_ids.as_slice() {
-                    [group] if num_tokens >= past_token => group.get(first..past),
+                    [group] if num_tokens >= past_token => group.get(source_first..source_past),
                     _ => None,
                 };
                 let Some(source) = source else {
@@ -63,7 +72,7 @@ impl Consumer {
                         FailureReason::BadParams,
                         "remote_num_tokens",
                         format!(
-                            "the holder has {num_tokens} tokens in {} group(s), tokens up to {past_token} in blocks {first}..{past} are needed",
+                            "the holder has {num_tokens} tokens in {} group(s), tokens up to {past_token} in blocks {source_first}..{source_past} are needed",
                             block_ids.len()
                         ),
                     );
@@ -82,9 +91,11 @@ impl Consumer {
                     lease: *fence,
                     deadline_ms: millis_left(now, (*deadline).min(until)),
                     choice: SourceChoice::default(),
-                    // Both count blocks of one sequence, whose tokens are below 2^32.
-                    first_block: u32::try_from(first).unwrap_or(u32::MAX),
+                    past_token: *past_token,
+                    source_block_tokens: theirs,
+                    source_first_block: u32::try_from(source_first).unwrap_or(u32::MAX),
                     source_blocks: source.to_vec(),
+                    first_block: u32::try_from(first).unwrap_or(u32::MAX),
                     dest_blocks: std::mem::take(dest_blocks),
                 };
                 request.phase = Phase::Loading {

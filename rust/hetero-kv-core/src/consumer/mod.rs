@@ -10,6 +10,7 @@
 //! the only way vLLM offers.
 
 mod claims;
+mod connect;
 mod health;
 mod hooks;
 mod loads;
@@ -20,6 +21,8 @@ mod transfer;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+pub use connect::STANDING_MAX;
+use connect::Standing;
 pub use peer::PeerAddress;
 use peer::{Peer, PeerState};
 use transfer::{Claiming, Phase, Request, Transfer};
@@ -102,6 +105,8 @@ pub struct ConsumerCounts {
     pub reconnects: u64,
     /// Times a source rank was put into quarantine.
     pub quarantines: u64,
+    /// Attempts to connect to a prefill engine.
+    pub dials: u64,
 }
 
 /// Something worth a log line.
@@ -122,6 +127,7 @@ pub struct Consumer {
     options: ConsumerOptions,
     peers: BTreeMap<PeerId, Peer>,
     by_address: BTreeMap<PeerAddress, PeerId>,
+    standing: Vec<Standing>,
     next_peer: u64,
     next_question: u64,
     transfers: BTreeMap<TransferId, Transfer>,
@@ -147,6 +153,7 @@ impl Consumer {
             options,
             peers: BTreeMap::new(),
             by_address: BTreeMap::new(),
+            standing: Vec::new(),
             next_peer: 0,
             next_question: 0,
             transfers: BTreeMap::new(),
@@ -161,6 +168,7 @@ impl Consumer {
     /// Deadlines, renewals, heartbeats, settlements.
     pub fn handle_timeout(&mut self, now: Time) {
         self.sweep_peers(now);
+        self.sweep_standing(now);
         let ids: Vec<TransferId> = self.transfers.keys().copied().collect();
         for id in ids {
             self.sweep_transfer(now, id);
@@ -231,7 +239,11 @@ impl Consumer {
                 | Phase::Reporting
                 | Phase::Settled => None,
             });
-        peers.chain(transfers).chain(loads).min()
+        peers
+            .chain(transfers)
+            .chain(loads)
+            .chain(self.standing_due())
+            .min()
     }
 
     /// What to do next on the control plane.
@@ -255,6 +267,14 @@ impl Consumer {
             .values()
             .map(|peer| peer.health.avoided(now))
             .sum()
+    }
+
+    /// Prefill engines that are paired at this moment.
+    pub fn peers_ready(&self) -> usize {
+        self.peers
+            .values()
+            .filter(|peer| matches!(peer.state, PeerState::Ready(_)))
+            .count()
     }
 
     /// Requests and transfers still known, for leak tests: (requests, transfers).

@@ -7,7 +7,7 @@ use crate::ids::TransferId;
 use crate::step::PeerId;
 use crate::time::Time;
 use crate::wire::WIRE_VERSION;
-use crate::wire::message::{Hello, Layout, Message};
+use crate::wire::message::{Hello, Layout, Message, RejectCode};
 
 impl Consumer {
     /// Pairs with an engine before any request needs it.
@@ -40,6 +40,7 @@ impl Consumer {
             from: self.identity.clone(),
             expect_engine: peer.address.engine.clone(),
             expect_incarnation: peer.address.incarnation,
+            any_engine: peer.scout,
             compat_digest: self.fields.digest().to_vec(),
         };
         self.send(peer_id, Message::Hello(Box::new(hello)));
@@ -53,17 +54,11 @@ impl Consumer {
         let (reason, text) = match peer.state {
             PeerState::Dialing | PeerState::Idle => (
                 FailureReason::Unreachable,
-                format!(
-                    "prefill engine {} at {}:{}: {why}",
-                    peer.address.engine, peer.address.host, peer.address.port
-                ),
+                format!("{}: {why}", peer.place()),
             ),
             PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_) => (
                 FailureReason::PeerLost,
-                format!(
-                    "prefill engine {} at {}:{} is gone: {why}",
-                    peer.address.engine, peer.address.host, peer.address.port
-                ),
+                format!("{} is gone: {why}", peer.place()),
             ),
             PeerState::Down { .. } => return,
         };
@@ -80,7 +75,27 @@ impl Consumer {
             return;
         }
         peer.hear(now);
+        if let (true, PeerState::Greeting, Message::Accept(accept)) =
+            (peer.scout, &peer.state, &message)
+            && !self.found(now, peer_id, &accept.from)
+        {
+            return;
+        }
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
         match (&peer.state, message) {
+            (PeerState::Greeting, Message::Accept(accept)) if accept.version != WIRE_VERSION => {
+                let failure = Failure::of_field(
+                    FailureReason::PairRefused,
+                    "wire_version",
+                    format!(
+                        "prefill chose wire version {}, this engine speaks {WIRE_VERSION}",
+                        accept.version
+                    ),
+                );
+                self.hang_up(now, peer_id, failure);
+            }
             (PeerState::Greeting, Message::Accept(accept)) => {
                 if accept.from.engine != peer.address.engine
                     || accept.from.incarnation != peer.address.incarnation
@@ -110,11 +125,16 @@ impl Consumer {
                 PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_),
                 Message::Reject(reject),
             ) => {
+                if peer.scout && reject.code == RejectCode::AlreadyConnected {
+                    self.scout_is_not_needed(now, peer_id);
+                    return;
+                }
                 let failure = refusal(&self.fields, &reject);
                 self.hang_up(now, peer_id, failure);
             }
             (PeerState::Asking(identity), Message::Layout(layout)) => {
-                match check_layout(&self.identity, self.heads, identity, &layout) {
+                let cut = (self.heads, self.options.block_size);
+                match check_layout(&self.identity, cut, identity, &layout) {
                     Err(failure) => self.hang_up(now, peer_id, failure),
                     Ok(()) => self.pair(now, peer_id, layout),
                 }
@@ -160,6 +180,9 @@ impl Consumer {
         if let Some(id) = self.by_address.get(&address) {
             return Ok(*id);
         }
+        if let Some(id) = self.take_over_scout(&address) {
+            return Ok(id);
+        }
         if self.peers.len() >= PEERS_MAX {
             let busy: std::collections::BTreeSet<PeerId> = self
                 .transfers
@@ -203,6 +226,7 @@ impl Consumer {
             PeerState::Idle | PeerState::Down { .. } => {
                 peer.enter(now, PeerState::Dialing);
                 let address = peer.address.clone();
+                self.counts.dials += 1;
                 self.outputs
                     .push_back(ConsumerOutput::Dial(peer_id, address));
                 true
@@ -222,18 +246,20 @@ impl Consumer {
             self.counts.reconnects += 1;
         }
         let text = format!(
-            "paired with prefill engine {} at {}:{}: ({},{}) ranks {} -> ours {}",
+            "paired with prefill engine {} at {}:{}: its dp rank {} has tp {}, pp {}; ours tp {}, pp {}",
             peer.address.engine,
             peer.address.host,
             peer.address.port,
             layout.from.dp_rank,
             layout.from.tp_size,
-            layout.workers.len(),
+            layout.from.pp_size,
             self.identity.tp_size,
+            self.identity.pp_size,
         );
         peer.failures = 0;
         peer.enter(now, PeerState::Ready(layout));
         self.note(false, text);
+        self.stands(peer_id);
         self.replace_others_at(now, peer_id);
         let waiting: Vec<TransferId> = self
             .transfers
@@ -283,6 +309,10 @@ impl Consumer {
 
     /// The peer is down: everything that depends on it fails at once.
     pub(super) fn lose(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
+        if self.peers.get(&peer_id).is_some_and(|peer| peer.scout) {
+            self.lose_scout(now, peer_id, &failure);
+            return;
+        }
         let Some(peer) = self.peers.get_mut(&peer_id) else {
             return;
         };
@@ -321,10 +351,7 @@ impl Consumer {
             let Some(peer) = self.peers.get_mut(&peer_id) else {
                 continue;
             };
-            let place = format!(
-                "prefill engine {} at {}:{}",
-                peer.address.engine, peer.address.host, peer.address.port
-            );
+            let place = peer.place();
             match &peer.state {
                 PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_)
                     if peer.since + self.options.claim_timeout <= now =>

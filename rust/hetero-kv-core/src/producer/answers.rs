@@ -31,7 +31,15 @@ impl Producer {
                     hello.from.tp_size, hello.from.pp_size
                 ),
             ))
-        } else if hello.expect_engine != self.identity.engine {
+        } else if hello.any_engine && self.is_connected_to(hello) {
+            Some((
+                RejectCode::AlreadyConnected,
+                format!(
+                    "engine {} ({}) is connected already",
+                    hello.from.engine, hello.from.incarnation
+                ),
+            ))
+        } else if !hello.any_engine && hello.expect_engine != self.identity.engine {
             Some((
                 RejectCode::WrongEngine,
                 format!(
@@ -39,7 +47,7 @@ impl Producer {
                     self.identity.engine, hello.expect_engine
                 ),
             ))
-        } else if hello.expect_incarnation != self.identity.incarnation {
+        } else if !hello.any_engine && hello.expect_incarnation != self.identity.incarnation {
             Some((
                 RejectCode::WrongIncarnation,
                 format!(
@@ -57,7 +65,9 @@ impl Producer {
             None
         };
         if let Some((code, reason)) = refusal {
-            self.counts.rejected_peers += 1;
+            if code != RejectCode::AlreadyConnected {
+                self.counts.rejected_peers += 1;
+            }
             self.reject(connection, code, reason, None);
             return;
         }
@@ -74,6 +84,15 @@ impl Producer {
             from: self.identity.clone(),
         };
         self.send(connection, Message::Accept(accept));
+    }
+
+    fn is_connected_to(&self, hello: &Hello) -> bool {
+        self.peers.values().any(|peer| match peer {
+            Peer::Known { key, .. } => {
+                (&key.0, key.1) == (&hello.from.engine, hello.from.incarnation)
+            }
+            Peer::Anonymous => false,
+        })
     }
 
     pub(super) fn handle_claim(

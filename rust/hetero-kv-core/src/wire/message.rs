@@ -44,6 +44,12 @@ pub struct EngineIdentity {
     pub dp_size: u32,
 }
 
+// The form that serde asks for.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_false(flag: &bool) -> bool {
+    !*flag
+}
+
 fn one() -> u32 {
     1
 }
@@ -66,6 +72,10 @@ pub struct Hello {
     pub expect_engine: EngineId,
     /// The start of it that the dialer was sent to.
     pub expect_incarnation: Incarnation,
+    /// The dialer was sent to an address and takes whichever engine lives there: the two fields above
+    /// are its own. A listener that does not know this field refuses by them.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub any_engine: bool,
     /// Digest of the dialer's [`CompatFields`].
     #[serde(with = "serde_bytes")]
     pub compat_digest: Vec<u8>,
@@ -96,6 +106,8 @@ pub enum RejectCode {
     NotProducer,
     /// Too many peers are connected.
     TooManyPeers,
+    /// The dialer takes any engine here, and is connected to this one already.
+    AlreadyConnected,
     /// A frame that does not belong here.
     Protocol,
     /// A code of a later version.

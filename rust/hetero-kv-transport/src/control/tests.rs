@@ -134,6 +134,7 @@ fn hello(expect_incarnation: u64) -> Message {
         from: identity("d", STARTS.fetch_add(1, Ordering::Relaxed)),
         expect_engine: engine("p"),
         expect_incarnation: Incarnation(expect_incarnation),
+        any_engine: false,
         compat_digest: fields().digest().to_vec(),
     }))
 }

@@ -80,6 +80,8 @@ pub struct SchedulerFigures {
     pub consumer_open: (usize, usize),
     /// Source ranks that are avoided.
     pub sources_avoided: usize,
+    /// Prefill engines paired with.
+    pub peers_ready: usize,
 }
 
 /// Why a scheduler side cannot start.
@@ -286,6 +288,11 @@ impl SchedulerSide {
         });
     }
 
+    /// Pairs with whichever engine listens at this address, now and whenever that is lost.
+    pub fn keep_connected(&self, host: String, port: u16) {
+        self.consumer(|consumer| consumer.keep_connected(clock::now(), host, port));
+    }
+
     /// Ends every lease: the cache was reset or the engine goes down.
     pub fn revoke_leases(&self) {
         self.producer(Producer::revoke_all);
@@ -316,6 +323,7 @@ impl SchedulerSide {
                 .consumer
                 .as_ref()
                 .map_or(0, |consumer| consumer.sources_avoided(now)),
+            peers_ready: desk.consumer.as_ref().map_or(0, Consumer::peers_ready),
             consumer_open: desk.consumer.as_ref().map_or((0, 0), Consumer::open),
         }
     }

@@ -8,7 +8,8 @@ use hetero_kv_core::failure::{Failure, FailureReason};
 use hetero_kv_core::ids::{BlockId, EngineId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::plan::{
-    GroupBlocks, Owner, Pairing, RoundRobinGate, Route, SourceChooser, Striping, Transfer,
+    GroupBlocks, Owner, Pairing, RoundRobinGate, Route, SourceChooser, Striping, TokenRange,
+    Transfer,
 };
 use hetero_kv_core::step::{LoadOrder, PeerCard, PeerId};
 use hetero_kv_core::time::Time;
@@ -162,11 +163,17 @@ impl ConsumerRank {
             .ok_or_else(|| refuse("the peer's card is not known".into()))?;
         known.used = self.uses;
         let layout = &known.layout;
-        if order.source_blocks.len() != order.dest_blocks.len() {
-            return Err(refuse(
-                "as many source as destination blocks are needed".into(),
-            ));
-        }
+        let dest = GroupBlocks {
+            block_tokens: self.block_size,
+            first_index: order.first_block,
+            blocks: &order.dest_blocks,
+        };
+        let source = GroupBlocks {
+            block_tokens: order.source_block_tokens,
+            first_index: order.source_first_block,
+            blocks: &order.source_blocks,
+        };
+        let tokens = loaded_tokens(&source, &dest, order.past_token).map_err(refuse)?;
         let pairing = Pairing::new(layout.from.tp_size, place.tp_size, place.heads)
             .map_err(|error| refuse(error.to_string()))?;
         let chooser = chooser(place, &layout.from, order);
@@ -179,23 +186,16 @@ impl ConsumerRank {
             .iter()
             .map(|((pp_rank, tp_rank), worker)| (*pp_rank, *tp_rank, &worker.cache))
             .collect();
-        let group = |blocks| GroupBlocks {
-            block_tokens: self.block_size,
-            first_index: order.first_block,
-            blocks,
-        };
-        let dest = group(&order.dest_blocks);
         let outline = Transfer {
             pairing: &pairing,
             tp_rank: place.tp_rank,
-            consumer_stages: 1,
+            consumer_stages: place.pp_size,
             chooser: &chooser,
             striping,
             local: cache,
             remote: &remote,
-            // Blocks move whole: what lies behind the prompt's last token is nobody's.
-            tokens: dest.tokens(),
-            source_groups: &[group(&order.source_blocks)],
+            tokens,
+            source_groups: &[source],
             dest_groups: &[dest],
         }
         .outline()
@@ -206,19 +206,24 @@ impl ConsumerRank {
             dp_rank: layout.from.dp_rank,
         };
         let planned_bytes = outline.bytes();
-        let wanted = cache
-            .block_bytes()
-            .saturating_mul(order.dest_blocks.len() as u64);
+        let wanted = bytes_of(cache, self.block_size, tokens);
         if planned_bytes != wanted {
             return Err(refuse(format!(
-                "the plan moves {planned_bytes} bytes, the blocks hold {wanted}"
+                "the plan moves {planned_bytes} bytes, tokens {} to {} are {wanted}",
+                tokens.first, tokens.past_last
             )));
         }
         let mut pieces = Vec::with_capacity(outline.reads.len());
         for (route, read) in outline.routes(&owner).into_iter().zip(outline.reads) {
             let worker = workers
                 .get(&(route.pp_rank(), route.tp_rank()))
-                .ok_or_else(|| refuse(format!("no card of source tp_rank {}", route.tp_rank())))?;
+                .ok_or_else(|| {
+                    refuse(format!(
+                        "no card of source tp_rank {}, pp_rank {}",
+                        route.tp_rank(),
+                        route.pp_rank()
+                    ))
+                })?;
             pieces.push(ReadPiece {
                 source: Arc::new(Source {
                     route,
@@ -283,6 +288,7 @@ impl ConsumerRank {
                 .map(|read| SourceRead {
                     dp_rank: read.route.dp_rank(),
                     tp_rank: read.route.tp_rank(),
+                    pp_rank: read.route.pp_rank(),
                     bytes: read.bytes,
                     transport: read.transport.map_or("none", TransportName::as_str),
                 })
@@ -293,6 +299,48 @@ impl ConsumerRank {
     }
 }
 
+/// Tokens to move into the blocks of `dest`, which are wanted up to `past_token`: all that they have
+/// room for, as far as the source's blocks hold any. Blocks of one size move whole: what lies behind
+/// the prompt's last token is nobody's.
+fn loaded_tokens(
+    source: &GroupBlocks<'_>,
+    dest: &GroupBlocks<'_>,
+    past_token: u32,
+) -> Result<TokenRange, String> {
+    let (held, room) = (source.tokens(), dest.tokens());
+    let past_last = held.past_last.min(room.past_last);
+    // A block to fill without a wanted token would be handed back as it is.
+    let last_begins = (u64::from(dest.first_index) + dest.blocks.len() as u64)
+        .saturating_sub(1)
+        .saturating_mul(dest.block_tokens.into());
+    if held.first > room.first || past_last < past_token || last_begins >= past_token.into() {
+        return Err(format!(
+            "tokens {} to {past_token} are wanted; the source's blocks hold {} to {}, {} blocks to fill {} to {}",
+            room.first,
+            held.first,
+            held.past_last,
+            dest.blocks.len(),
+            room.first,
+            room.past_last
+        ));
+    }
+    Ok(TokenRange {
+        first: room.first,
+        past_last,
+    })
+}
+
+/// Bytes of so many tokens over all layers and heads of a rank: whole blocks, or a part of one that
+/// can be cut by token.
+fn bytes_of(cache: &RankCache, block_tokens: u32, tokens: TokenRange) -> u64 {
+    let (count, block) = (u64::from(tokens.count()), u64::from(block_tokens.max(1)));
+    let rest = (cache.block_bytes() / block).saturating_mul(count % block);
+    cache
+        .block_bytes()
+        .saturating_mul(count / block)
+        .saturating_add(rest)
+}
+
 /// How equal holders are chosen among, as the scheduler side ordered it.
 fn chooser(place: &WorkerPlace, owner: &EngineIdentity, order: &LoadOrder) -> SourceChooser {
     let weights = order.choice.weights.clone();
@@ -300,7 +348,7 @@ fn chooser(place: &WorkerPlace, owner: &EngineIdentity, order: &LoadOrder) -> So
         return SourceChooser::weighted(order.transfer_id, weights);
     };
     let gate = RoundRobinGate {
-        decode_world_size: place.tp_size,
+        decode_world_size: place.tp_size.saturating_mul(place.pp_size),
         mla: place.heads == KvHeads::Latent,
         prefill_dp: owner.dp_size,
         prefill_tp: owner.tp_size,

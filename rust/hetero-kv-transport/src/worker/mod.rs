@@ -45,6 +45,8 @@ pub struct WorkerPlace {
     pub tp_size: u32,
     /// Pipeline stage.
     pub pp_rank: PpRank,
+    /// Pipeline stages.
+    pub pp_size: u32,
     /// KV heads over all ranks.
     pub heads: KvHeads,
 }
@@ -151,6 +153,8 @@ pub struct SourceRead {
     pub dp_rank: DpRank,
     /// Tensor parallel rank of the source.
     pub tp_rank: TpRank,
+    /// Pipeline stage of the source.
+    pub pp_rank: PpRank,
     /// Bytes.
     pub bytes: u64,
     /// Transport that moved them.

@@ -64,6 +64,7 @@ fn place(name: &str) -> WorkerPlace {
         tp_rank: TpRank(0),
         tp_size: 1,
         pp_rank: PpRank(0),
+        pp_size: 1,
         heads: heads(),
     }
 }
@@ -138,6 +139,9 @@ fn load(request_id: &str) -> LoadOrder {
         deadline_ms: 20_000,
         choice: SourceChoice::default(),
         first_block: 0,
+        past_token: 32,
+        source_block_tokens: 16,
+        source_first_block: 0,
         source_blocks: vec![BlockId(5), BlockId(6)],
         dest_blocks: vec![BlockId(1), BlockId(9)],
     }
@@ -253,7 +257,7 @@ fn an_order_older_than_its_deadline_is_not_read() {
 fn orders_that_cannot_be_carried_out_are_reported_as_failed() {
     let p = named_producer("p");
     let mut d = rank("dd", false, TransportChoice::Auto);
-    let cases: [(&str, LoadOrder); 3] = [
+    let cases: [(&str, LoadOrder); 7] = [
         (
             "not known",
             LoadOrder {
@@ -262,10 +266,39 @@ fn orders_that_cannot_be_carried_out_are_reported_as_failed() {
             },
         ),
         (
-            "as many source as destination",
+            "tokens 0 to 32 are wanted; the source's blocks hold 0 to 16",
             LoadOrder {
                 source_blocks: vec![BlockId(5)],
-                ..load("unequal")
+                ..load("short")
+            },
+        ),
+        (
+            "1 blocks to fill 0 to 16",
+            LoadOrder {
+                dest_blocks: vec![BlockId(1)],
+                ..load("no room")
+            },
+        ),
+        (
+            "2 blocks to fill 0 to 32",
+            LoadOrder {
+                past_token: 16,
+                ..load("room for nothing")
+            },
+        ),
+        (
+            "the source's blocks hold 16 to 48",
+            LoadOrder {
+                source_first_block: 1,
+                ..load("late")
+            },
+        ),
+        (
+            "page_format",
+            LoadOrder {
+                source_block_tokens: 8,
+                source_blocks: vec![BlockId(5), BlockId(6), BlockId(7), BlockId(8)],
+                ..load("uncuttable")
             },
         ),
         (
@@ -426,13 +459,15 @@ fn a_plan_that_leaves_blocks_out_is_refused() {
     let mut d = rank("dd", false, TransportChoice::Tcp);
     let mut orders = orders_of(LoadOrder {
         first_block: (1 << 28) - 1,
+        source_first_block: (1 << 28) - 1,
+        past_token: u32::MAX,
         ..load("r")
     });
     orders.peers = vec![peer(&p, "p")];
     d.side.step(orders, Duration::ZERO);
     let failure = wait_report(&mut d).failure.expect("refused");
     assert_eq!(failure.reason, FailureReason::Plan, "{failure}");
-    assert!(failure.text.contains("the blocks hold"), "{failure}");
+    assert!(failure.text.contains("2 blocks to fill"), "{failure}");
 }
 
 /// A decode rank that reads at most so many sources at once.

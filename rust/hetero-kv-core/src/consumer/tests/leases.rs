@@ -335,6 +335,9 @@ fn the_workers_model_sees_a_deadline_that_is_too_late() {
         deadline_ms: 9_501,
         choice: crate::step::SourceChoice::default(),
         first_block: 0,
+        past_token: 16,
+        source_block_tokens: 16,
+        source_first_block: 0,
         source_blocks: vec![crate::ids::BlockId(1)],
         dest_blocks: vec![crate::ids::BlockId(2)],
     };

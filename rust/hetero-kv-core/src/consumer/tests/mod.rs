@@ -1,6 +1,7 @@
 //! The consumer against real producers, over the wire's bytes, in virtual time.
 
 mod aborts;
+mod connect;
 mod converge;
 mod failures;
 mod health;

@@ -1,15 +1,18 @@
 //! Pairs that are refused, and how long that is kept.
 
+use super::super::peer::{check_layout, refusal, source_block_tokens};
 use super::super::{PeerState, REFUSAL_KEPT};
 use super::*;
 use crate::failure::Failure;
-use crate::ids::Incarnation;
+use crate::ids::{Incarnation, PpRank};
+use crate::layout::{LayerCache, RankCache};
 use crate::producer::Producer;
 use crate::testing::{
-    CONTROL_PORT, at, cards, fields, heads, identity, lease_times, ms, options, prompt, secs,
+    CONTROL_PORT, at, card, cards, fields, heads, identity, lease_times, ms, options, prompt, secs,
     transfer,
 };
 use crate::wire::Kind;
+use crate::wire::card::WorkerCard;
 use crate::wire::message::{EngineIdentity, Layout, Message, Reject, RejectCode};
 use crate::wire::params::RemotePrefill;
 
@@ -169,9 +172,25 @@ fn an_engine_that_describes_itself_badly_is_refused() {
             layout(identity("prefill", 1, 4), 2),
             "identity",
         ),
+        (
+            Message::Accept(crate::wire::message::Accept {
+                version: 2,
+                from: ours(),
+            }),
+            None,
+            "wire_version",
+        ),
         (accept(ours()), layout(ours(), 1), "workers"),
         (accept(ours()), layout(ours(), 0), "workers"),
-        (accept(staged.clone()), layout(staged, 2), "pp_size"),
+        (accept(staged.clone()), layout(staged, 2), "workers"),
+        (
+            accept(stages_of(0)),
+            Some(Message::Layout(Box::new(Layout {
+                from: stages_of(0),
+                workers: Vec::new(),
+            }))),
+            "pp_size",
+        ),
         (
             accept(identity("prefill", 1, 3)),
             layout(identity("prefill", 1, 3), 2),
@@ -205,6 +224,166 @@ fn an_engine_that_describes_itself_badly_is_refused() {
         assert_eq!(failure.reason, FailureReason::PairRefused, "{shown}");
         assert_eq!(failure.field, field, "{shown}");
     }
+}
+
+fn stages_of(pp_size: u32) -> EngineIdentity {
+    EngineIdentity {
+        pp_size,
+        ..identity("prefill", 1, 2)
+    }
+}
+
+/// A card at a place in the pipeline that holds the layers of these numbers.
+fn staged_card((pp, tp): (u32, u32), layers: &[u32]) -> WorkerCard {
+    let plain = card(tp, 2);
+    let held: Vec<LayerCache> = layers
+        .iter()
+        .map(|number| LayerCache {
+            name: format!("model.layers.{number}.self_attn.attn"),
+            ..plain.cache.layers()[0].clone()
+        })
+        .collect();
+    let regions = plain.cache.regions().to_vec();
+    WorkerCard {
+        pp_rank: PpRank(pp),
+        cache: RankCache::new(64, 2, regions, held).expect("a cache"),
+        ..plain
+    }
+}
+
+#[test]
+fn stages_are_taken_when_each_layer_is_in_one_and_on_all_its_ranks() {
+    let check = |cards: Vec<WorkerCard>| {
+        let layout = Layout {
+            from: stages_of(2),
+            workers: cards,
+        };
+        let ours = identity("decode", 1, 1);
+        check_layout(&ours, (heads(4), 16), &layout.from, &layout)
+    };
+    let whole = || {
+        vec![
+            staged_card((0, 0), &[0, 1]),
+            staged_card((0, 1), &[0, 1]),
+            staged_card((1, 0), &[2]),
+            staged_card((1, 1), &[2]),
+        ]
+    };
+    assert_eq!(check(whole()), Ok(()));
+    let mut any_order = whole();
+    any_order.reverse();
+    assert_eq!(check(any_order), Ok(()));
+
+    let broken = |field: &str, words: &[&str], change: fn(&mut Vec<WorkerCard>)| {
+        let mut cards = whole();
+        change(&mut cards);
+        let failure = check(cards).expect_err(field);
+        assert_eq!(failure.field, field, "{failure}");
+        for word in words {
+            assert!(failure.text.contains(word), "{word:?} in {failure}");
+        }
+    };
+    broken(
+        "workers",
+        &["tp_size 2 and pp_size 2", "3 ranks"],
+        |cards| {
+            cards.pop();
+        },
+    );
+    broken(
+        "workers",
+        &["4 ranks: (pp 0, tp 0), (pp 0, tp 1), (pp 1, tp 0), (pp 1, tp 0)"],
+        |cards| {
+            cards[3] = cards[2].clone();
+        },
+    );
+    // As many places as are wanted, counted in the other order.
+    broken("workers", &["(pp 0, tp 3)"], |cards| {
+        cards[3] = staged_card((0, 3), &[2]);
+    });
+    broken(
+        "layers",
+        &["model.layers.1", "in two pipeline stages", "0 and 1"],
+        |cards| {
+            cards[2] = staged_card((1, 0), &[1, 2]);
+            cards[3] = staged_card((1, 1), &[1, 2]);
+        },
+    );
+    broken(
+        "layers",
+        &["model.layers.1", "(pp 0, tp 0)", "(pp 0, tp 1)"],
+        |cards| {
+            cards[1] = staged_card((0, 1), &[0]);
+        },
+    );
+}
+
+/// A card whose blocks can be cut by token.
+fn sized_card(tp: u32, block_tokens: u32, group: u32) -> WorkerCard {
+    let plain = card(tp, 2);
+    let mut layer = plain.cache.layers()[0].clone();
+    layer.parts[0].block_tokens = block_tokens;
+    layer.group = group;
+    let regions = plain.cache.regions().to_vec();
+    WorkerCard {
+        cache: RankCache::new(64, 2, regions, vec![layer]).expect("a cache"),
+        ..plain
+    }
+}
+
+#[test]
+fn block_sizes_pair_when_one_divides_the_other_and_all_ranks_have_the_same() {
+    let check = |ours: u32, cards: [WorkerCard; 2]| {
+        let layout = Layout {
+            from: identity("prefill", 1, 2),
+            workers: cards.to_vec(),
+        };
+        let us = identity("decode", 1, 1);
+        let checked = check_layout(&us, (heads(4), ours), &layout.from, &layout);
+        checked.map(|()| source_block_tokens(&layout, ours))
+    };
+    let both = |tokens| [sized_card(0, tokens, 0), sized_card(1, tokens, 0)];
+    for (theirs, ours) in [(16, 16), (16, 32), (32, 16), (16, 64), (64, 16)] {
+        assert_eq!(check(ours, both(theirs)), Ok(theirs));
+    }
+    // Pages that cannot be cut say nothing of their size; their format's name does.
+    assert_eq!(check(32, both(0)), Ok(32));
+    let refused = |ours, cards, field: &str, words: &[&str]| {
+        let failure = check(ours, cards).expect_err(field);
+        assert_eq!(failure.field, field, "{failure}");
+        for word in words {
+            assert!(failure.text.contains(word), "{word:?} in {failure}");
+        }
+    };
+    refused(24, both(16), "block_size", &["16", "24", "one must divide"]);
+    let unlike = [sized_card(0, 16, 0), sized_card(1, 32, 0)];
+    refused(32, unlike, "block_size", &["blocks of 32", "others of 16"]);
+    let mixed = [sized_card(0, 16, 0), sized_card(1, 0, 0)];
+    refused(32, mixed, "block_size", &["blocks of 32", "others of 16"]);
+    let grouped = [sized_card(0, 16, 0), sized_card(1, 16, 1)];
+    refused(16, grouped, "group_kinds", &["model.layers.0", "group 1"]);
+}
+
+#[test]
+fn a_list_shows_only_the_items_that_differ() {
+    let ours = fields(&[("kv_scales", "a=1;b=2;c=3"), ("dtype", "x")]);
+    let shown = |theirs: &str| {
+        let reject = Reject {
+            code: RejectCode::Incompatible,
+            reason: String::new(),
+            fields: Some(fields(&[("kv_scales", theirs), ("dtype", "x")])),
+        };
+        refusal(&ours, &reject).text
+    };
+    let text = shown("a=1;b=9;c=3");
+    assert!(
+        text.ends_with("kv_scales: prefill has b=9, decode has b=2"),
+        "{text}"
+    );
+    // Where nothing is left of one side the whole values tell more.
+    assert!(shown("a=1;b=2").ends_with("prefill has a=1;b=2, decode has a=1;b=2;c=3"));
+    assert!(shown("c=3;b=2;a=1").ends_with("prefill has c=3;b=2;a=1, decode has a=1;b=2;c=3"));
+    assert!(shown("none").ends_with("prefill has none, decode has a=1;b=2;c=3"));
 }
 
 #[test]
@@ -241,6 +420,7 @@ fn codes_name_their_fields() {
         (RejectCode::NotProducer, "kv_role"),
         (RejectCode::Incompatible, ""),
         (RejectCode::TooManyPeers, ""),
+        (RejectCode::AlreadyConnected, ""),
         (RejectCode::Protocol, ""),
         (RejectCode::Unknown, ""),
     ] {
@@ -299,6 +479,7 @@ fn a_producer_of_another_version_is_refused_by_both_numbers() {
         from: identity("decode", 100, 1),
         expect_engine: identity("prefill", 1, 1).engine,
         expect_incarnation: Incarnation(1),
+        any_engine: false,
         compat_digest: fields(&[]).digest().to_vec(),
     };
     producer.handle_message(at(secs(0)), connection, Message::Hello(Box::new(hello)));

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::fields;
+use crate::wire::{FrameDecoder, Kind, encode};
 
 type Change = fn(&mut Hello);
 
@@ -92,6 +93,93 @@ fn a_dialer_with_a_range_of_versions_is_taken_when_ours_is_in_it() {
         panic!("{outputs:?}")
     };
     assert_eq!(accept.version, WIRE_VERSION);
+}
+
+/// A message as a build of the next version writes it to one of this: in this version's frame, with
+/// whatever fields it has learned since.
+#[derive(serde::Serialize)]
+struct Later<'a, M> {
+    #[serde(flatten)]
+    message: &'a M,
+    learned_since: Vec<(&'static str, u64)>,
+}
+
+fn later<M: serde::Serialize>(kind: Kind, message: &M) -> Message {
+    let later = Later {
+        message,
+        learned_since: vec![("a", 1), ("b", 2)],
+    };
+    let mut decoder = FrameDecoder::new();
+    decoder.push(&encode(kind, &later).expect("small"));
+    let (kind, payload) = decoder.next_frame().expect("a frame").expect("whole");
+    Message::from_frame(kind, &payload).expect("read as this version's")
+}
+
+#[test]
+fn a_build_of_the_next_version_is_served_in_this_one() {
+    let mut p = producer();
+    let lease = finish(&mut p, at(secs(0)), 1);
+    p.handle_connected(D);
+    let hello = Hello {
+        versions: (WIRE_VERSION, WIRE_VERSION + 1),
+        ..hello("decode", 100, 1)
+    };
+    p.handle_message(at(secs(0)), D, later(Kind::Hello, &hello));
+    let outputs = drain(&mut p);
+    let [ProducerOutput::Send(D, Message::Accept(accept))] = outputs.as_slice() else {
+        panic!("{outputs:?}")
+    };
+    assert_eq!(accept.version, WIRE_VERSION, "the one that both speak");
+    let layout = Layout {
+        from: identity("decode", 100, 1),
+        workers: Vec::new(),
+    };
+    p.handle_message(at(secs(0)), D, later(Kind::Layout, &layout));
+    let claim = Claim {
+        transfer_id: transfer(1),
+        epoch: lease.epoch.0,
+        prompt_digest: prompt(1),
+        question: 5,
+    };
+    p.handle_message(at(secs(0)), D, later(Kind::Claim, &claim));
+    let ack = Ack {
+        transfer_id: transfer(1),
+        ranks: vec![(crate::ids::TpRank(0), crate::ids::PpRank(0))],
+    };
+    p.handle_message(at(secs(1)), D, later(Kind::Ack, &ack));
+    let outputs = drain(&mut p);
+    assert!(
+        matches!(
+            outputs.as_slice(),
+            [
+                ProducerOutput::Send(D, Message::Layout(_)),
+                ProducerOutput::Send(D, Message::Granted(_)),
+            ]
+        ),
+        "{outputs:?}"
+    );
+    assert_eq!(p.counts().read_out, 1);
+}
+
+#[test]
+fn a_build_without_this_version_is_told_both() {
+    for versions in [(WIRE_VERSION + 1, WIRE_VERSION + 2), (0, WIRE_VERSION - 1)] {
+        let (reject, _) = refused(|hello| hello.versions = versions);
+        assert_eq!(reject.code, RejectCode::Version);
+        let (lowest, highest) = versions;
+        let words = format!("speaks {WIRE_VERSION}, the peer speaks {lowest} to {highest}");
+        assert!(reject.reason.contains(&words), "{}", reject.reason);
+    }
+    // Whoever greets in a later version's frame is told by the header alone.
+    let mut frame = encode(Kind::Hello, &hello("decode", 100, 1)).expect("small");
+    frame[2] = WIRE_VERSION + 1;
+    let mut decoder = FrameDecoder::new();
+    decoder.push(&frame);
+    let error = decoder
+        .next_frame()
+        .expect_err("another version")
+        .to_string();
+    assert_eq!(error, "peer speaks wire version 2, this build speaks 1");
 }
 
 #[test]

@@ -34,6 +34,7 @@ pub(super) fn hello(engine: &str, incarnation: u64, tp_size: u32) -> Hello {
         from: identity(engine, incarnation, tp_size),
         expect_engine: EngineId::new("prefill").expect("valid"),
         expect_incarnation: Incarnation(1),
+        any_engine: false,
         compat_digest: common_fields().digest().to_vec(),
     }
 }

@@ -98,6 +98,7 @@ fn refusals_and_ends_keep_their_words() {
         (RejectCode::Incompatible, "incompatible"),
         (RejectCode::NotProducer, "not_producer"),
         (RejectCode::TooManyPeers, "too_many_peers"),
+        (RejectCode::AlreadyConnected, "already_connected"),
         (RejectCode::Protocol, "protocol"),
     ];
     for (code, word) in words {

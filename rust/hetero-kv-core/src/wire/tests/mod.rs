@@ -66,6 +66,7 @@ fn samples() -> Vec<Message> {
             },
             expect_engine: prefill().engine,
             expect_incarnation: prefill().incarnation,
+            any_engine: false,
             compat_digest: vec![9; 32],
         })),
         Message::Accept(Accept {
