@@ -15,6 +15,7 @@ import pytest
 from .processes import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_pd.py"
+LAYOUT = ("--prefill-tp", "2", "--decode-tp", "1")
 # Three engines are started, two of them side by side.
 TIMEOUT_S = 900
 
@@ -26,12 +27,12 @@ pytestmark = [
 ]
 
 
-def run_example(env: dict[str, str], folder: Path) -> tuple[int, list[str]]:
+def run_example(env: dict[str, str], folder: Path, *flags: str) -> tuple[int, list[str]]:
     """Its status and the lines that tell, with no process of it left."""
     out = folder / "out"
     with out.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), "--check", "--prefill-tp", "2", "--decode-tp", "1"],
+            [sys.executable, str(EXAMPLE), "--check", *LAYOUT, *flags],
             stdout=file,
             env={**os.environ, **env},
             start_new_session=True,
@@ -77,3 +78,23 @@ def test_flipped_kv_is_told_by_the_examples_check(tmp_path: Path) -> None:
     assert status == 1
     # The prompt of one token moves nothing.
     assert [line.split()[0] for line in lines[:-1]] == ["UNEQUAL", "UNEQUAL", "equal"]
+
+
+def fp8_is_available() -> bool:
+    """What vLLM's CPU attention asks for."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_f") or able.get("amx_tile"))
+
+
+@pytest.mark.skipif(not fp8_is_available(), reason="fp8 KV on a CPU needs AVX-512 or AMX")
+def test_fp8_kv_moves_with_equal_scales_on_both_sides(tmp_path: Path) -> None:
+    status, lines = run_example({}, tmp_path, "--engine-args", '{"kv_cache_dtype": "fp8"}')
+    assert status == 0, lines
+    assert [line.split()[0] for line in lines[:-1]] == ["equal"] * 3
+    moved = re.fullmatch(
+        r"bytes of KV read by decode: (\d+); leases alive on prefill: 0", lines[-1]
+    )
+    assert moved is not None, lines[-1]
+    assert int(moved[1]) > 0
