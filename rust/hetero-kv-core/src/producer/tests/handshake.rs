@@ -145,6 +145,7 @@ fn a_build_of_the_next_version_is_served_in_this_one() {
     let ack = Ack {
         transfer_id: transfer(1),
         ranks: vec![(crate::ids::TpRank(0), crate::ids::PpRank(0))],
+        number: Some(6),
     };
     p.handle_message(at(secs(1)), D, later(Kind::Ack, &ack));
     let outputs = drain(&mut p);
