@@ -96,12 +96,12 @@ impl ConsumerRank {
         place: &WorkerPlace,
         cache: &RankCache,
         waiting: WaitingLoad,
-    ) -> Result<Option<WaitingLoad>, (LoadOrder, Failure)> {
+    ) -> Result<Option<WaitingLoad>, Box<(LoadOrder, Failure)>> {
         let mut striping = self.striping;
         loop {
             let (job, load) = match self.plan(place, cache, &waiting, striping) {
                 Ok(planned) => planned,
-                Err(failure) => return Err((waiting.order, failure)),
+                Err(failure) => return Err(Box::new((waiting.order, failure))),
             };
             let id = job.id;
             match self.reader.submit(job) {
@@ -118,7 +118,7 @@ impl ConsumerRank {
                 Err(SubmitError::TooManySources(_)) => return Ok(Some(waiting)),
                 Err(error) => {
                     let failure = Failure::new(FailureReason::Transport, error.to_string());
-                    return Err((waiting.order, failure));
+                    return Err(Box::new((waiting.order, failure)));
                 }
             }
         }
@@ -141,7 +141,7 @@ impl ConsumerRank {
             }
             match self.begin(place, cache, load) {
                 Ok(still) => left.extend(still),
-                Err(end) => failed.push(end),
+                Err(end) => failed.push(*end),
             }
         }
         self.waiting.put_back(left);

@@ -331,7 +331,8 @@ impl WorkerSide {
             match consumer.begin(&self.place, &self.card.cache, load) {
                 Ok(None) => {}
                 Ok(Some(load)) => consumer.waiting.push(load),
-                Err((order, failure)) => {
+                Err(end) => {
+                    let (order, failure) = *end;
                     self.results
                         .received
                         .push(LoadReport::unread(order, failure));
