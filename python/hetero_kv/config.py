@@ -325,7 +325,8 @@ def _parse_bool(value: Any) -> bool:
 
 def _parse_number(setting: Setting, value: Any) -> float | int:
     unit = {"seconds": " seconds", "ms": " milliseconds"}.get(setting.kind, "")
-    wanted = f"must be a number of {setting.low:g} to {setting.high:g}{unit}"
+    number_kind = "whole number" if setting.kind == "int" else "number"
+    wanted = f"must be a {number_kind} of {_bound(setting.low)} to {_bound(setting.high)}{unit}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(wanted)
     try:
@@ -336,9 +337,14 @@ def _parse_number(setting: Setting, value: Any) -> float | int:
         raise ValueError(wanted)
     if setting.kind == "int":
         if number != int(number):
-            raise ValueError(f"must be a whole number of {setting.low:g} to {setting.high:g}")
+            raise ValueError(wanted)
         return int(number)
     return number
+
+
+def _bound(value: float) -> str:
+    """A bound as people would type it; `:g` alone writes 2**50 as 1.1259e+15."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _parse_host(value: Any, wildcard: bool) -> str:

@@ -77,6 +77,16 @@ def test_numbers_also_come_as_texts_and_within_bounds(setting: Any) -> None:
     assert faults(**{setting.name: 10**400})
 
 
+def test_a_bound_is_written_as_it_would_be_typed() -> None:
+    assert faults(stripe_bytes_min=-1) == [
+        "stripe_bytes_min: must be a whole number of 0 to 1125899906842624, not -1"
+    ]
+    assert faults(lease_slots=1.5) == [
+        "lease_slots: must be a whole number of 1 to 1048576, not 1.5"
+    ]
+    assert faults(lease_s=0) == ["lease_s: must be a number of 0.5 to 3600 seconds, not 0"]
+
+
 @pytest.mark.parametrize("value", [True, "true", "True", False, "false"])
 def test_truth_values(value: Any) -> None:
     assert Settings({"require_kv": value})["require_kv"] is (str(value).lower() == "true")

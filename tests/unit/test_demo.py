@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from hetero_kv.demo.report import (
     check_spread,
     make_row,
 )
-from hetero_kv.demo.run import held_line
+from hetero_kv.demo.run import SOCKET_NAME_BYTES, held_line, make_setup, temporary_folder
 from hetero_kv.demo.topology import Shape, parse_topology
 from hetero_kv.demo.witness import (
     Allocation,
@@ -241,3 +243,22 @@ def test_the_control_must_change_all_but_two() -> None:
 def test_held(held: Held, ok: bool, line: str) -> None:
     assert check_held(held).ok is ok
     assert held_line(held) == line
+
+
+@pytest.mark.parametrize("depth", [0, 60])
+def test_engines_have_a_temporary_folder_that_ends_with_the_demo(depth: int) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        logs = Path(short) / ("l" * max(depth, 1))
+        logs.mkdir()
+        with temporary_folder(logs) as temporary:
+            # Where it is deep, a socket beside the logs would have no address.
+            assert (temporary.parent == logs) == (depth == 0)
+            with socket.socket(socket.AF_UNIX) as left_behind:
+                left_behind.bind(str(temporary / ("s" * SOCKET_NAME_BYTES)))
+            setup = make_setup(
+                parse_topology("2xdp=1,tp=2:dp=2,tp=1"), Path("m"), 1, logs / "t", temporary, {}
+            )
+            specs = [setup.plain, *setup.pair]
+            assert [spec.env["TMPDIR"] for spec in specs] == [str(temporary)] * len(specs)
+        assert not temporary.exists()
+        assert list(logs.iterdir()) == []

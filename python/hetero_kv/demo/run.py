@@ -88,6 +88,11 @@ SHARED_CORES: dict[str, object] = {
     "lease_s": 60,
 }
 
+# A Unix socket's address takes so many bytes of path. vLLM and multiprocessing put sockets with
+# names of up to 37 bytes into the temporary folder.
+SOCKET_PATH_BYTES_MAX = 107
+SOCKET_NAME_BYTES = 40
+
 # The decode engine then tells, with each answer, the tokens that it did not compute and its times.
 ANSWER_FLAGS = ("--enable-prompt-tokens-details", "--enable-per-request-metrics")
 
@@ -153,9 +158,15 @@ class Setup:
 
 
 def make_setup(
-    topology: Topology, model: Path, cache_bytes: int, trace: Path, extra: dict[str, object]
+    topology: Topology,
+    model: Path,
+    cache_bytes: int,
+    trace: Path,
+    temporary: Path,
+    extra: dict[str, object],
 ) -> Setup:
-    """The engines of a run; only the decode side writes the trace."""
+    """The engines of a run, with their temporary folder; only the decode side writes the trace."""
+    everywhere = {"TMPDIR": str(temporary)}
 
     def instances(role: str, shape: Shape, env: dict[str, str]) -> tuple[EngineSpec, ...]:
         side = "prefill" if role.startswith("prefill") else "decode"
@@ -172,7 +183,7 @@ def make_setup(
                 ),
                 kv_cache_bytes=cache_bytes,
                 flags=ANSWER_FLAGS,
-                env=env,
+                env={**everywhere, **env},
             )
             for count in [shape.instances]
             for index in range(count)
@@ -180,7 +191,9 @@ def make_setup(
 
     one_prefill = dataclasses.replace(topology.prefill, instances=1)
     return Setup(
-        plain=EngineSpec("plain", model, kv_cache_bytes=cache_bytes, flags=ANSWER_FLAGS),
+        plain=EngineSpec(
+            "plain", model, kv_cache_bytes=cache_bytes, flags=ANSWER_FLAGS, env=everywhere
+        ),
         prefill=instances("prefill", topology.prefill, {}),
         decode=instances("decode", topology.decode, {TRACE_ENV: str(trace)}),
         flipping=instances("prefill-flipping", one_prefill, {FAULT_ENV: FAULT_FLIP})[0],
@@ -297,14 +310,14 @@ class Options:
     extra_config: dict[str, object]
 
 
-def run(options: Options, logs: Path) -> bool:
+def run(options: Options, logs: Path, temporary: Path) -> bool:
     """The whole job. True when everything holds; raises when it could not be carried out."""
     model = model_folder(options.model)
     trace = logs / "trace.jsonl"
     cache_bytes = KV_CACHE_BYTES_MIN
     if options.model not in models.KINDS:
         cache_bytes = max(cache_bytes, KV_CACHE_TOKENS * ModelShape.read(model).token_bytes)
-    setup = make_setup(options.topology, model, cache_bytes, trace, options.extra_config)
+    setup = make_setup(options.topology, model, cache_bytes, trace, temporary, options.extra_config)
     needs = assess(setup.plain, setup.pair, logs)
     for line in needs.lines():
         say(line)
@@ -494,6 +507,21 @@ def make_log_folder(parent: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
 
 
+@contextlib.contextmanager
+def temporary_folder(logs: Path) -> Iterator[Path]:
+    """The engines' `TMPDIR`, gone when the block is left: engines that are killed leave sockets.
+
+    Beside the logs where the path of a socket in it has room, else in the system's own.
+    """
+    longest = len(os.fsencode(logs)) + len("/tmp-12345678/") + SOCKET_NAME_BYTES
+    parent = logs if longest <= SOCKET_PATH_BYTES_MAX else None
+    folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     try:
@@ -502,8 +530,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"failed: {error}")
         return 1
     try:
-        with timed("all"):
-            good = run(options, logs)
+        with timed("all"), temporary_folder(logs) as temporary:
+            good = run(options, logs, temporary)
     except RefusedError as error:
         say(str(error))
         shutil.rmtree(logs, ignore_errors=True)

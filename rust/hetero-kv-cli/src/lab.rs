@@ -141,6 +141,7 @@ enum Policy {
     /// Always the first
     Fixed,
     /// As RFC #46107: in turn behind its gate, elsewhere always the same one
+    #[value(name = "round_robin", alias = "round-robin")]
     RoundRobin,
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Context;
 use clap::ValueEnum;
 use hetero_kv_core::ids::TransferId;
-use hetero_kv_core::plan::{InstanceShape, KvShape, SourcePolicy};
+use hetero_kv_core::plan::{InstanceShape, KvShape};
 
 use crate::output::{self, Verdict};
 
@@ -43,9 +43,9 @@ pub(crate) struct Args {
     /// Tokens of the transfer, for the regions in the table; a block's by default
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     tokens: Option<u32>,
-    /// How to choose among equal holders: hash, or round_robin as in RFC #46107
-    #[arg(long, default_value_t = SourcePolicy::Hash)]
-    policy: SourcePolicy,
+    /// How to choose among equal holders, as the setting source_policy
+    #[arg(long, value_enum, default_value_t = Policy::Hash)]
+    policy: Policy,
     /// With round_robin: how many transfers each decode engine has had from the owner before
     #[arg(long, default_value_t = 0)]
     sequence: u64,
@@ -90,6 +90,16 @@ impl fmt::Display for Dtype {
             Self::Fp8 => "fp8",
         })
     }
+}
+
+/// Choice among equal holders, by the values of the setting `source_policy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Policy {
+    /// By the transfer id's hash
+    Hash,
+    /// As RFC #46107: in turn behind its gate, elsewhere always the same one
+    #[value(name = "round_robin", alias = "round-robin")]
+    RoundRobin,
 }
 
 /// Which engine ran the prefill.

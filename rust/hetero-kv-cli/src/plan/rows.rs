@@ -4,11 +4,11 @@ use anyhow::{Context, bail, ensure};
 use hetero_kv_core::ids::{DpRank, TpRank, TransferId};
 use hetero_kv_core::plan::{
     EngineShape, InstanceShape, KvShape, LayerRange, Pairing, Region, RoundRobinGate,
-    SourceChooser, SourcePolicy, TokenRange, stage_layers,
+    SourceChooser, TokenRange, stage_layers,
 };
 use serde::Serialize;
 
-use super::Args;
+use super::{Args, Policy};
 
 /// Most workers of one side. The rows grow with the workers of decode times the tp of prefill.
 const WORKERS_MAX: u64 = 8192;
@@ -164,8 +164,8 @@ fn chooser(
     consumer_dp: DpRank,
 ) -> SourceChooser {
     match args.policy {
-        SourcePolicy::Hash => SourceChooser::new(transfer_id),
-        SourcePolicy::RoundRobin => {
+        Policy::Hash => SourceChooser::new(transfer_id),
+        Policy::RoundRobin => {
             let gate = RoundRobinGate {
                 decode_world_size: decode.tp * decode.pp,
                 mla: match args.kv {

@@ -73,16 +73,16 @@ fn span(name: &str, bounds: Option<[u32; 2]>) -> String {
         Some([first, past_last]) if first + 1 == past_last => {
             format!(" {} {first}", name.trim_end_matches('s'))
         }
-        Some([first, past_last]) => format!(" {name} {first}-{}", past_last - 1),
+        Some([first, past_last]) => format!(" {name} {first}..{past_last}"),
     }
 }
 
 /// `[dp, tp]` pairs of one owner, ascending and without gaps: holders of neighbouring heads are
-/// neighbours.
+/// neighbours. Written like the ranges of a region, the end not included.
 fn tp_ranks(pairs: &[[u32; 2]]) -> String {
     match (pairs.first(), pairs.last()) {
         (Some([dp, first]), Some([_, last])) if first == last => format!("dp{dp} tp{first}"),
-        (Some([dp, first]), Some([_, last])) => format!("dp{dp} tp{first}-{last}"),
+        (Some([dp, first]), Some([_, last])) => format!("dp{dp} tp{first}..{}", last + 1),
         _ => String::new(),
     }
 }

@@ -68,7 +68,7 @@ fn pairs_of_unlike_layouts_are_exact() {
         (
             "--prefill dp=1,tp=4 --decode dp=2,tp=1",
             MLA,
-            "--policy round-robin",
+            "--policy round_robin",
         ),
         (
             "--prefill dp=1,tp=4 --decode dp=1,tp=2",
@@ -131,6 +131,56 @@ fn json_has_the_documented_keys_and_stdout_nothing_else() {
     assert_eq!(keys(&json["requests"]), expected);
     assert!(json["gb_per_s"].as_f64() > Some(0.0));
     assert!(json["cpu_s"].as_f64() > Some(0.0));
+}
+
+/// `docs/lab.md` against the help and against what `--json` prints.
+#[test]
+fn the_page_has_every_flag_and_every_key() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/lab.md");
+    let page = std::fs::read_to_string(page).expect("the page is in the repository");
+    let on_page = |start: &str| -> BTreeSet<String> {
+        page.split('`')
+            .skip(1)
+            .step_by(2)
+            .filter_map(|code| code.split_whitespace().next())
+            .filter(|word| word.starts_with(start))
+            .map(str::to_owned)
+            .collect()
+    };
+    let help = hetero_kv("lab --help").stdout;
+    let options = help
+        .lines()
+        .filter_map(|line| line.trim_start().split(' ').next());
+    let mut flags: BTreeSet<String> = options
+        .filter(|word| word.starts_with("--"))
+        .map(str::to_owned)
+        .collect();
+    assert!(flags.remove("--prefill") && flags.len() > 15, "{help}");
+    flags.insert("--prefill".to_owned());
+    assert_eq!(
+        flags.difference(&on_page("--")).next(),
+        None,
+        "not on the page"
+    );
+    assert_eq!(
+        on_page("--").difference(&flags).next(),
+        None,
+        "no such flag"
+    );
+    let (_, json) = lab(&format!(
+        "--prefill dp=1,tp=1 --decode dp=1,tp=1 {MLA} --requests 1"
+    ));
+    for object in [&json, &json["requests"]] {
+        for key in object.as_object().expect("an object").keys() {
+            assert!(
+                page.contains(&format!("`{key}`")),
+                "{key} is not on the page"
+            );
+        }
+    }
+    for code in ["Exit 0:", "1: a byte differed", "2: wrong usage"] {
+        assert!(page.contains(code), "{code}");
+    }
 }
 
 #[test]

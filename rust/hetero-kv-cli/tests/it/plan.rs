@@ -151,10 +151,10 @@ fn people_get_a_table() {
 prefill dp=1,tp=4 -> decode dp=1,tp=2, gqa:4:64, 4 layers, blocks of 16 tokens, bf16
 owner: prefill instance 0, dp 0; an example transfer per decode engine (--transfer-id HEX plans a given one)
 
-DECODE RANK  READS    REGION                             BYTES/BLOCK/LAYER  HOLDERS    RELEASES
-dp0 tp0      dp0 tp0  tokens 0..16, head 0, layers 0..4  4096               dp0 tp0-1  dp0 tp0-1
+DECODE RANK  READS    REGION                             BYTES/BLOCK/LAYER  HOLDERS     RELEASES
+dp0 tp0      dp0 tp0  tokens 0..16, head 0, layers 0..4  4096               dp0 tp0..2  dp0 tp0..2
              dp0 tp1  tokens 0..16, head 1, layers 0..4  4096
-dp0 tp1      dp0 tp2  tokens 0..16, head 2, layers 0..4  4096               dp0 tp2-3  dp0 tp2-3
+dp0 tp1      dp0 tp2  tokens 0..16, head 2, layers 0..4  4096               dp0 tp2..4  dp0 tp2..4
              dp0 tp3  tokens 0..16, head 3, layers 0..4  4096
 "
     );
@@ -170,11 +170,11 @@ fn the_table_says_which_tokens_heads_and_layers_each_read_covers() {
     assert_eq!(
         table,
         [
-            "DECODE RANK             READS        REGION                                  BYTES/BLOCK/LAYER  HOLDERS  RELEASES",
-            "dp0 pp0 tp0 layers 0-6  dp0 pp0 tp0  tokens 0..100, heads 0..2, layers 0..4  8192               dp0 tp0  dp0 tp0",
-            "                        dp0 pp1 tp0  tokens 0..100, heads 0..2, layers 4..7  8192",
-            "dp0 pp0 tp1 layers 0-6  dp0 pp0 tp0  tokens 0..100, heads 2..4, layers 0..4  8192               dp0 tp0  dp0 tp0",
-            "                        dp0 pp1 tp0  tokens 0..100, heads 2..4, layers 4..7  8192",
+            "DECODE RANK              READS        REGION                                  BYTES/BLOCK/LAYER  HOLDERS  RELEASES",
+            "dp0 pp0 tp0 layers 0..7  dp0 pp0 tp0  tokens 0..100, heads 0..2, layers 0..4  8192               dp0 tp0  dp0 tp0",
+            "                         dp0 pp1 tp0  tokens 0..100, heads 0..2, layers 4..7  8192",
+            "dp0 pp0 tp1 layers 0..7  dp0 pp0 tp0  tokens 0..100, heads 2..4, layers 0..4  8192               dp0 tp0  dp0 tp0",
+            "                         dp0 pp1 tp0  tokens 0..100, heads 2..4, layers 4..7  8192",
         ]
     );
 }
@@ -207,7 +207,7 @@ fn round_robin_is_the_rfcs() {
         assert_eq!(fixed, [0; 8], "{shapes}");
     }
     let ranks = first_sources(
-        "--prefill dp=1,tp=8 --decode dp=1,tp=4 --kv mla:576 --policy round_robin --sequence 3",
+        "--prefill dp=1,tp=8 --decode dp=1,tp=4 --kv mla:576 --policy round-robin --sequence 3",
     );
     assert_eq!(ranks, [0, 2, 4, 6]);
 }
@@ -265,7 +265,7 @@ fn what_cannot_be_planned_exits_2_and_says_why() {
         ),
         (
             "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:64 --policy least",
-            "source_policy is neither hash nor round_robin",
+            "invalid value 'least' for '--policy <POLICY>'\n  [possible values: hash, round_robin]",
         ),
         (
             "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:64 --tokens 0",
