@@ -222,8 +222,8 @@ SETTINGS: tuple[Setting, ...] = (
         "readers_max",
         "int",
         256,
-        "Prefill: most decode ranks that read one rank over `tcp` at once, a thread and a connection "
-        "each; one more is refused by name.",
+        "Prefill: most decode ranks that read one rank over `tcp` at once, a thread and a "
+        "connection each; one more is refused by name.",
         1,
         65_536,
     ),

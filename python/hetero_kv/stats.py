@@ -20,8 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from hetero_kv._metrics import METRICS
 
 SOURCE_ENGINES_MAX = 256
-"""Prefill engines that have series of their own in one process; vLLM draws an engine id at each start,
-so a decode engine that outlives many of them would grow without end. Later ones are one series."""
+"""Prefill engines that have series of their own in one process; vLLM draws an engine id at each
+start, so a decode engine that outlives many of them would grow without end. Later ones are one
+series."""
 SOURCE_ENGINES_REST = "other"
 
 Key = str
