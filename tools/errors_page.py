@@ -153,6 +153,9 @@ ADVICE: dict[str, str] = {
     "StreamBroken": "The client's stream ends with an error event: see the decode engine's log.",
     "SubmitError": "The load fails as `transport`: limits are in the text; take load off.",
     "SyntaxError": "The client's 400: the body is not one JSON object.",
+    "VerbsError": "At start the other transports serve, or with `transport: verbs` the engine "
+    "stops; in a connect the next transport is tried. The text says what is missing and the way "
+    "out: `docs/rdma.md`.",
     "WorkerError": "The engine stops at start: the text names the part.",
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "seconds", "ms", "text", "choice", "ports", "addresses"]
+Kind = Literal["bool", "int", "seconds", "ms", "text", "name", "choice", "ports", "addresses"]
 
 # As many as the core keeps connected (``STANDING_MAX``).
 ADDRESSES_MAX = 256
@@ -59,8 +59,50 @@ SETTINGS: tuple[Setting, ...] = (
         "choice",
         "auto",
         "How KV is read. `auto` takes the best that both sides offer and that passes a probe: "
-        "`process` (same host, `process_vm_readv`), else `tcp`.",
-        choices=("auto", "process", "tcp"),
+        "`process` (same host, `process_vm_readv`), else `verbs` (RDMA, where both sides have a "
+        "device), else `tcp`. `verbs` set by name is an error at start without a device.",
+        choices=("auto", "process", "verbs", "tcp"),
+    ),
+    Setting(
+        "verbs_device",
+        "name",
+        "",
+        "RDMA device to use, as `rdma link` names it. Empty: the first with an active port and a "
+        "usable address. A name that does not exist is an error that lists those that do.",
+    ),
+    Setting(
+        "verbs_port",
+        "int",
+        0,
+        "Port of the RDMA device. 0: the first that is active.",
+        0,
+        255,
+    ),
+    Setting(
+        "verbs_gid_index",
+        "int",
+        -1,
+        "Which entry of the port's GID table packets are sent from. -1: the one of `host`, else "
+        "one of the peer's address family; on Ethernet of RoCE v2.",
+        -1,
+        255,
+    ),
+    Setting(
+        "verbs_queue_pairs",
+        "int",
+        2,
+        "Decode: queue pairs to each prefill rank; reads take turns on them.",
+        1,
+        16,
+    ),
+    Setting(
+        "verbs_busy_poll_us",
+        "int",
+        0,
+        "Decode: microseconds that a reading thread looks for completions before it sleeps. "
+        "Saves the wake-up on cores that are idle anyway; 0: never.",
+        0,
+        10_000,
     ),
     Setting(
         "source_policy",
@@ -304,6 +346,8 @@ def _parse(setting: Setting, value: Any) -> Any:
         return _parse_bool(value)
     if setting.kind == "text":
         return _parse_host(value, wildcard=setting.name == "bind_host")
+    if setting.kind == "name":
+        return _parse_name(value)
     if setting.kind == "ports":
         return _parse_ports(value)
     if setting.kind == "addresses":
@@ -345,6 +389,12 @@ def _parse_number(setting: Setting, value: Any) -> float | int:
 def _bound(value: float) -> str:
     """A bound as people would type it; `:g` alone writes 2**50 as 1.1259e+15."""
     return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def _parse_name(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{0,63}", value.strip()):
+        raise ValueError("must be a device name of at most 63 letters, digits, '_', '.' or '-'")
+    return value.strip()
 
 
 def _parse_host(value: Any, wildcard: bool) -> str:

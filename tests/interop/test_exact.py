@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -30,11 +31,17 @@ PAIRS = [
     pytest.param(MLA, 8, 1, ODD, PADDED, id="mla-8-1"),
 ]
 
+# `make test-rdma` runs these where there is a device.
+NEEDS_RDMA = pytest.mark.skipif(
+    not any(Path("/sys/class/infiniband").glob("*")), reason="no RDMA device on this host"
+)
+TRANSPORTS = ["process", "tcp", pytest.param("verbs", marks=NEEDS_RDMA)]
+
 # One token moves nothing; the others end inside, at and behind a block.
 PROMPTS = [1, 2, 3, 4, 5, 6, 10, 33]
 
 
-@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("model", "tp_p", "tp_d", "style_p", "style_d"), PAIRS)
 def test_every_byte(
     make_engine: MakeEngine,
@@ -178,7 +185,7 @@ def _check_counts(
         assert {source["transport"] for source in sources} == {transport}
 
 
-@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_local_prefix_is_left_alone(make_engine: MakeEngine, transport: str) -> None:
     p, d = _pair(make_engine, 2, 1, transport)
     for salt, (count, computed) in enumerate([(10, 4), (33, 16), (9, 8), (34, 32), (8, 4)]):
@@ -197,7 +204,7 @@ def test_a_local_prefix_is_left_alone(make_engine: MakeEngine, transport: str) -
     d.assert_clean()
 
 
-@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_32_requests_at_once(make_engine: MakeEngine, transport: str) -> None:
     p, d = _pair(make_engine, 2, 4, transport)
     started = [p.start_prefill(tokens(2 + i % 9, i)) for i in range(32)]
@@ -245,7 +252,7 @@ def test_equal_holders_share_the_reads(make_engine: MakeEngine) -> None:
     d.assert_clean()
 
 
-@pytest.mark.parametrize("transport", ["process", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("model", [MLA, Model(kv_heads=2)], ids=["mla", "gqa"])
 def test_a_large_read_is_striped_over_all_holders(
     make_engine: MakeEngine, model: Model, transport: str

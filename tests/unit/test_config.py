@@ -176,3 +176,10 @@ def test_for_core_fills_the_host_and_leaves_out_what_python_keeps() -> None:
     assert "empty_step_wait_ms" not in values
     assert "lock_step_wait_ms" not in values
     assert Settings({"host": "::1"}).for_core("10.1.2.3")["host"] == "::1"
+
+
+def test_a_device_name_is_a_name() -> None:
+    for name in ("mlx5_0", "rxe0", "", " irdma-1.p0 "):
+        assert Settings({"verbs_device": name})["verbs_device"] == name.strip()
+    for bad in ("mlx5 0", "../rxe0", "x" * 64, 3, None, ["rxe0"], "r\u00e9"):
+        assert faults(verbs_device=bad)[0].startswith("verbs_device: must be a device name")

@@ -13,7 +13,8 @@ use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
-use hetero_kv_transport::worker::{WorkerOptions, WorkerPlace};
+use hetero_kv_transport::verbs::{DeviceChoice, VerbsOptions};
+use hetero_kv_transport::worker::{VerbsUse, WorkerOptions, WorkerPlace};
 use serde::Deserialize;
 
 /// The settings of `kv_connector_extra_config`, already checked by `hetero_kv.config`.
@@ -24,6 +25,14 @@ pub(crate) struct Settings {
     pub(crate) bind_host: Option<String>,
     pub(crate) port_range: Option<(u16, u16)>,
     pub(crate) transport: String,
+    /// Empty: the first device that can be used.
+    pub(crate) verbs_device: String,
+    /// 0: the first active one.
+    pub(crate) verbs_port: u8,
+    /// -1: by the kind of address.
+    pub(crate) verbs_gid_index: i16,
+    pub(crate) verbs_queue_pairs: usize,
+    pub(crate) verbs_busy_poll_us: u64,
     pub(crate) allow_ptracer: bool,
     pub(crate) require_kv: bool,
     pub(crate) lease_s: f64,
@@ -132,6 +141,23 @@ impl Settings {
         }
     }
 
+    fn verbs(&self) -> VerbsUse {
+        let options = VerbsOptions {
+            choice: DeviceChoice {
+                device: Some(self.verbs_device.clone()).filter(|name| !name.is_empty()),
+                port: Some(self.verbs_port).filter(|port| *port != 0),
+                gid_index: u8::try_from(self.verbs_gid_index).ok(),
+            },
+            queue_pairs: self.verbs_queue_pairs,
+            busy_poll: Duration::from_micros(self.verbs_busy_poll_us),
+        };
+        match self.transport.as_str() {
+            "verbs" => VerbsUse::Required(options),
+            "auto" => VerbsUse::IfThere(options),
+            _ => VerbsUse::Off,
+        }
+    }
+
     fn offers(&self, transport: &str) -> bool {
         self.transport == "auto" || self.transport == transport
     }
@@ -186,6 +212,7 @@ impl WorkerStart {
             reader: ReaderOptions {
                 choice: match settings.transport.as_str() {
                     "process" => TransportChoice::Process,
+                    "verbs" => TransportChoice::Verbs,
                     "tcp" => TransportChoice::Tcp,
                     _ => TransportChoice::Auto,
                 },
@@ -197,6 +224,7 @@ impl WorkerStart {
             lease_slots: settings.lease_slots,
             offer_process: settings.offers("process"),
             offer_tcp: settings.offers("tcp"),
+            verbs: settings.verbs(),
             block_size: self.engine.block_size,
             striping: settings.striping(),
         }

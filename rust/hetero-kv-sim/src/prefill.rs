@@ -189,6 +189,7 @@ impl World {
                         host: format!("prefill-{p}"),
                         port: data_port(p, shape.index(tp, pp)),
                     }),
+                    verbs: None,
                 },
             });
             ranks.push(HolderRank {

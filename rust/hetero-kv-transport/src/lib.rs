@@ -8,6 +8,7 @@
 //! | transport | one-sided | fence | copies | needs |
 //! |---|---|---|---|---|
 //! | `process` | yes | reader reads the lease page after the data | 1 | same host, permission to read the other process |
+//! | `verbs` | yes | reader reads the lease page after the data | 1 | an RDMA device on both sides, libibverbs |
 //! | `tcp` | no | holder checks the lease before and after it sends | socket | a route |
 //!
 //! What every transport promises is written at [`transport::Connection`] and proven by one
@@ -24,6 +25,7 @@ pub mod reader;
 pub mod scheduler;
 pub mod tcp;
 pub mod transport;
+pub mod verbs;
 pub mod waker;
 pub mod worker;
 

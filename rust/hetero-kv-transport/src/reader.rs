@@ -30,6 +30,7 @@ use crate::clock::{now, time_left};
 use crate::error::ReadFailureKind;
 use crate::memory::LocalMemory;
 use crate::transport::Source;
+use crate::verbs;
 use job::{DoneQueue, Job};
 use session::{Session, SessionHandle};
 use work::Piece;
@@ -39,6 +40,8 @@ use work::Piece;
 pub struct ReaderOptions {
     /// Which transport to use.
     pub choice: TransportChoice,
+    /// The device that `verbs` reads by; it has the reader's memory registered.
+    pub verbs: Option<Arc<verbs::Node>>,
     /// Longest time to reach a source.
     pub connect_timeout: Duration,
     /// Time in which a stopped job has to be quiescent; later it counts as unquiesced, is logged
@@ -56,6 +59,7 @@ impl Default for ReaderOptions {
     fn default() -> Self {
         Self {
             choice: TransportChoice::Auto,
+            verbs: None,
             connect_timeout: Duration::from_secs(5),
             quiesce_timeout: Duration::from_secs(10),
             session_idle_timeout: Duration::from_secs(600),

@@ -6,11 +6,12 @@
 //! and after the last byte was handed to the kernel (which has then copied it), so the reader need
 //! not.
 
+pub(crate) mod attach;
 mod connection;
 mod framing;
 mod serve;
 mod server;
-mod socket;
+pub(crate) mod socket;
 
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::Endpoints;
 use hetero_kv_core::wire::data::{FETCH_BYTES_MAX, FETCH_RUNS_MAX};
 
+use connection::TcpConnection;
 pub use server::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
 
 use crate::error::{ReadFailureKind, TransportError};
@@ -64,8 +66,11 @@ impl Transport for TcpTransport {
                 "the source does not offer tcp",
             )
         })?;
-        let stream = socket::dial(&endpoint.host, endpoint.port, deadline, interrupt)?;
-        let connection = connection::attach(stream, source, memory, deadline, interrupt)?;
-        Ok(Box::new(connection))
+        let attached = attach::reach(&endpoint.host, endpoint.port, source, deadline, interrupt)?;
+        Ok(Box::new(TcpConnection::new(
+            attached,
+            source.regions.clone(),
+            memory,
+        )))
     }
 }

@@ -1,5 +1,5 @@
-//! What a transport is: the traits that `process` and `tcp` implement, written so that RDMA verbs
-//! and MoRI-IO fit behind them.
+//! What a transport is: the traits that `process`, `verbs` and `tcp` implement, written so that
+//! MoRI-IO fits behind them too.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,6 +21,8 @@ use crate::waker::Waker;
 pub enum TransportName {
     /// `process_vm_readv` on one host.
     Process,
+    /// RDMA by libibverbs.
+    Verbs,
     /// TCP.
     Tcp,
 }
@@ -30,6 +32,7 @@ impl TransportName {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Process => "process",
+            Self::Verbs => "verbs",
             Self::Tcp => "tcp",
         }
     }

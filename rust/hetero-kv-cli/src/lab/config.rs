@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use hetero_kv_core::layout::KvHeads;
 use hetero_kv_core::plan::{EngineShape, InstanceShape, KvShape, Pairing};
+use hetero_kv_transport::verbs::{self, DeviceChoice};
 
 use super::fault::{Fault, Kind, Role, When};
 use super::host;
@@ -93,15 +94,14 @@ impl Plan {
         );
         check_pairs(&prefill, &decode, model.heads())?;
         let transport = args.transport.unwrap_or(Transport::Process);
-        if let Transport::Verbs | Transport::Mori = transport {
-            bail!(
-                "--transport {} is not available in this build; process and tcp are",
-                if transport == Transport::Verbs {
-                    "verbs"
-                } else {
-                    "mori"
-                }
-            );
+        match transport {
+            Transport::Process | Transport::Tcp => {}
+            Transport::Verbs => {
+                verbs::probe(&DeviceChoice::default()).context("--transport verbs")?;
+            }
+            Transport::Mori => {
+                bail!("--transport mori is not available in this build");
+            }
         }
         let mut faults = args.fault.clone();
         for fault in &faults {
@@ -315,8 +315,8 @@ fn check_fault(
     if let Kind::Slow(_) = fault.kind {
         ensure!(
             transport == Transport::Tcp,
-            "a rate can only be set on --transport tcp: with process the reader reads the memory \
-             itself"
+            "a rate can only be set on --transport tcp: with process and verbs the reader reads \
+             the memory itself"
         );
     }
     Ok(())

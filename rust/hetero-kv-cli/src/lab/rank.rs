@@ -13,7 +13,8 @@ use hetero_kv_core::wire::card::TcpEndpoint;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
-use hetero_kv_transport::worker::{LoadReport, WorkerOptions, WorkerPlace, WorkerSide};
+use hetero_kv_transport::verbs::VerbsOptions;
+use hetero_kv_transport::worker::{LoadReport, VerbsUse, WorkerOptions, WorkerPlace, WorkerSide};
 
 use super::fault::Role;
 use super::host;
@@ -96,9 +97,8 @@ impl Rank {
             reader: ReaderOptions {
                 choice: match engine.transport {
                     Transport::Tcp => TransportChoice::Tcp,
-                    Transport::Process | Transport::Verbs | Transport::Mori => {
-                        TransportChoice::Process
-                    }
+                    Transport::Verbs => TransportChoice::Verbs,
+                    Transport::Process | Transport::Mori => TransportChoice::Process,
                 },
                 ..ReaderOptions::default()
             },
@@ -106,6 +106,10 @@ impl Rank {
             lease_slots: engine.lease_slots,
             offer_process: engine.transport == Transport::Process,
             offer_tcp: engine.transport == Transport::Tcp,
+            verbs: match engine.transport {
+                Transport::Verbs => VerbsUse::Required(VerbsOptions::default()),
+                Transport::Process | Transport::Tcp | Transport::Mori => VerbsUse::Off,
+            },
             block_size: engine.model.block_size,
             striping: match engine.stripe_bytes_min {
                 0 => Striping::OFF,

@@ -375,10 +375,6 @@ fn what_cannot_run_is_refused_by_name() {
             &["65 ranks", "64", "--prefill"],
         ),
         (
-            format!("{pair} {MLA} --requests 1 --transport verbs"),
-            &["verbs is not available"],
-        ),
-        (
             format!("{pair} {MLA} --requests 1 --transport mori"),
             &["mori is not available"],
         ),
@@ -426,6 +422,24 @@ fn what_cannot_run_is_refused_by_name() {
             );
         }
     }
+}
+
+/// With a device, `make test-rdma` runs labs of this transport.
+#[test]
+fn rdma_that_is_not_there_is_told_before_anything_starts() {
+    let devices = std::fs::read_dir("/sys/class/infiniband");
+    if devices.is_ok_and(|mut devices| devices.next().is_some()) {
+        eprintln!("skipped: this host has an RDMA device");
+        return;
+    }
+    let words = "--prefill dp=1,tp=2 --decode dp=2,tp=1 --kv mla:64 --requests 1";
+    let run = hetero_kv(&format!("lab {words} --transport verbs"));
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(
+        run.stderr.contains("--transport verbs") && run.stderr.contains("no RDMA: libibverbs"),
+        "{}",
+        run.stderr
+    );
 }
 
 /// Whatever ends a lab ends its processes.

@@ -130,6 +130,7 @@ pub(crate) fn card(tp_rank: u32, heads_held: u32) -> WorkerCard {
                 host: "10.0.0.1".into(),
                 port: 5000,
             }),
+            verbs: None,
         },
     }
 }

@@ -29,6 +29,10 @@ pub struct Endpoints {
     /// Anywhere, by TCP.
     #[serde(default)]
     pub tcp: Option<TcpEndpoint>,
+    /// Over an RDMA network, by one-sided reads. Left out of the bytes where it is not offered:
+    /// builds that do not know it skip it where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verbs: Option<VerbsEndpoint>,
 }
 
 /// How another process of the same host reads this one's memory.
@@ -63,4 +67,29 @@ pub struct TcpEndpoint {
     pub host: String,
     /// Port it got.
     pub port: u16,
+}
+
+/// How an RDMA device reads a worker's memory: where queue pairs are made, and the keys.
+///
+/// The keys open nothing by themselves. A read needs a queue pair, and those are only made with a
+/// reader that has attached to the listener as [`super::data`] says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VerbsEndpoint {
+    /// Host of the listener that queue pairs are made through, as advertised.
+    pub host: String,
+    /// Port of that listener.
+    pub port: u16,
+    /// GID of the port, 16 bytes: tells a reader which address family to take.
+    #[serde(with = "serde_bytes")]
+    pub gid: Vec<u8>,
+    /// Remote key (`rkey`) of each region, in the order of the rank's regions.
+    pub region_keys: Vec<u32>,
+    /// Address of the lease page: [`crate::lease_page`] says how it is laid out.
+    pub lease_page_address: u64,
+    /// Remote key of the lease page.
+    pub lease_page_key: u32,
+    /// Slots on the lease page.
+    pub lease_slots: u32,
+    /// First word of the lease page; drawn at random at each start.
+    pub lease_page_nonce: u64,
 }

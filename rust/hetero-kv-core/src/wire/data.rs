@@ -1,4 +1,4 @@
-//! Messages of the `tcp` data plane, between one reading rank and one source rank.
+//! Messages of the data plane's listener, between one reading rank and one source rank.
 //!
 //! ```text
 //! reader                     holder
@@ -12,6 +12,16 @@
 //! Answers come in the order of the fetches. The raw bytes follow the frame without a header of
 //! their own, in the order of the fetch's runs, so that both sides move them straight between the
 //! socket and KV memory.
+//!
+//! `verbs` makes its queue pairs over such a connection, and keeps it: when it closes, whoever
+//! closed it, both sides end their queue pairs.
+//!
+//! ```text
+//! Attach                ->
+//!                       <-   Attached
+//! VerbsConnect          ->
+//!                       <-   VerbsConnected | VerbsRefused (and the connection ends)
+//! ```
 
 use serde::{Deserialize, Serialize};
 
@@ -131,6 +141,37 @@ pub struct FetchEnd {
     /// To branch on.
     pub status: FetchStatus,
     /// For the log; empty when all is well.
+    pub text: String,
+}
+
+/// Most queue pairs of one connection: beyond eight or so a NIC gains nothing.
+pub const QUEUE_PAIRS_MAX: usize = 16;
+
+/// One side's ends of the queue pairs of a connection: `VerbsConnect` and `VerbsConnected`. The
+/// answer has as many queue pairs as were asked for, in their order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueuePairEnds {
+    /// GID of the port, 16 bytes.
+    #[serde(with = "serde_bytes")]
+    pub gid: Vec<u8>,
+    /// Local identifier of the port; 0 on Ethernet.
+    pub lid: u16,
+    /// Largest packet payload that the port takes, in bytes; the smaller of both sides is used.
+    pub mtu_bytes: u32,
+    /// Most reads in flight of one queue pair; the smaller of both sides is used.
+    pub reads_in_flight_max: u8,
+    /// Its queue pairs, at most [`QUEUE_PAIRS_MAX`].
+    pub queue_pairs: Vec<QueuePairEnd>,
+}
+
+/// One end of a queue pair: (its number, its first packet sequence number), 24 bits each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueuePairEnd(pub u32, pub u32);
+
+/// The holder makes no queue pairs, and closes the connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VerbsRefused {
+    /// For the log.
     pub text: String,
 }
 

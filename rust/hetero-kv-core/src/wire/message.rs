@@ -335,7 +335,10 @@ impl Message {
             | Kind::Fetch
             | Kind::FetchData
             | Kind::FetchEnd
-            | Kind::AttachRefused => return Err(MessageError::DataPlane(kind)),
+            | Kind::AttachRefused
+            | Kind::VerbsConnect
+            | Kind::VerbsConnected
+            | Kind::VerbsRefused => return Err(MessageError::DataPlane(kind)),
             Kind::Offer | Kind::Destinations | Kind::Piece | Kind::PieceFailed | Kind::Quiesced => {
                 return Err(MessageError::PushMode(kind));
             }

@@ -21,7 +21,7 @@ pub const PAYLOAD_DEPTH_MAX: usize = 32;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $byte:literal,)*) => {
-        /// What a frame's payload is. Bytes 1 to 31 are the control plane, 32 to 63 the `tcp` data
+        /// What a frame's payload is. Bytes 1 to 31 are the control plane, 32 to 63 the data
         /// plane, 64 and up are reserved for push mode and refused by name until it is built.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Kind {
@@ -89,6 +89,12 @@ kinds! {
     FetchEnd = 36,
     /// The source rank refuses the connection.
     AttachRefused = 37,
+    /// A consumer rank brings its ends of queue pairs.
+    VerbsConnect = 38,
+    /// The source rank's ends of them.
+    VerbsConnected = 39,
+    /// The source rank makes no queue pairs.
+    VerbsRefused = 40,
     /// Push mode: decode announces allocated blocks.
     Offer = 64,
     /// Push mode: where to write.

@@ -150,9 +150,14 @@ pub(super) fn boot_id() -> io::Result<String> {
         .to_owned())
 }
 
-/// Inode of this process's pid namespace.
+/// Inode of this process's pid namespace; 0 on a kernel without them, where all processes share
+/// their pids.
 pub(super) fn pid_namespace() -> io::Result<u64> {
-    Ok(fs::metadata("/proc/self/ns/pid")?.ino())
+    match fs::metadata("/proc/self/ns/pid") {
+        Ok(status) => Ok(status.ino()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(error),
+    }
 }
 
 /// Start time of a process in clock ticks since boot: field 22 of `/proc/PID/stat`, see proc(5).

@@ -4,32 +4,60 @@ use std::sync::Arc;
 
 use hetero_kv_core::time::Time;
 
+use super::ReaderOptions;
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::LocalMemory;
 use crate::process::ProcessTransport;
 use crate::tcp::TcpTransport;
-use crate::transport::{Capabilities, Connection, Interrupt, Source, Transport};
+use crate::transport::{Capabilities, Connection, Interrupt, Source, Transport, TransportName};
+use crate::verbs::VerbsTransport;
 
 /// Transports a reader may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// The best one that the source offers and that reaches it: `process`, else `tcp`.
+    /// The best one that the source offers and that reaches it: `process`, else `verbs`, else
+    /// `tcp`.
     #[default]
     Auto,
     /// Only `process`.
     Process,
+    /// Only `verbs`.
+    Verbs,
     /// Only `tcp`.
     Tcp,
 }
 
+/// What stands behind a name.
+enum Candidate {
+    Usable(Box<dyn Transport>),
+    /// Why this process cannot use it, whatever the source offers.
+    Missing(&'static str),
+}
+
 impl TransportChoice {
     /// Best first.
-    fn candidates(self) -> &'static [&'static dyn Transport] {
+    fn names(self) -> &'static [TransportName] {
         match self {
-            Self::Auto => &[&ProcessTransport, &TcpTransport],
-            Self::Process => &[&ProcessTransport],
-            Self::Tcp => &[&TcpTransport],
+            Self::Auto => &[
+                TransportName::Process,
+                TransportName::Verbs,
+                TransportName::Tcp,
+            ],
+            Self::Process => &[TransportName::Process],
+            Self::Verbs => &[TransportName::Verbs],
+            Self::Tcp => &[TransportName::Tcp],
         }
+    }
+}
+
+fn candidate(name: TransportName, options: &ReaderOptions) -> Candidate {
+    match name {
+        TransportName::Process => Candidate::Usable(Box::new(ProcessTransport)),
+        TransportName::Tcp => Candidate::Usable(Box::new(TcpTransport)),
+        TransportName::Verbs => match &options.verbs {
+            Some(node) => Candidate::Usable(Box::new(VerbsTransport::new(Arc::clone(node)))),
+            None => Candidate::Missing("this rank has no RDMA device open"),
+        },
     }
 }
 
@@ -42,7 +70,7 @@ pub(super) struct Chosen {
 
 /// Reaches a source by the first transport that does.
 pub(super) fn connect(
-    choice: TransportChoice,
+    options: &ReaderOptions,
     source: &Source,
     memory: &Arc<LocalMemory>,
     deadline: Time,
@@ -50,8 +78,18 @@ pub(super) fn connect(
 ) -> Result<Chosen, TransportError> {
     let mut failed: Vec<TransportError> = Vec::new();
     let mut reasons = Vec::new();
-    for transport in choice.candidates() {
-        let name = transport.name();
+    let choice = options.choice;
+    for &name in choice.names() {
+        let transport = match candidate(name, options) {
+            Candidate::Usable(transport) => transport,
+            Candidate::Missing(why) => {
+                // Without a device on either side there is nothing to tell.
+                if choice != TransportChoice::Auto || source.endpoints.verbs.is_some() {
+                    reasons.push(format!("{name}: {why}"));
+                }
+                continue;
+            }
+        };
         if !transport.offered(&source.endpoints) {
             reasons.push(format!("{name} is not offered"));
             continue;
@@ -61,7 +99,10 @@ pub(super) fn connect(
                 let why = match (choice, reasons.is_empty()) {
                     (TransportChoice::Auto, true) => "best offered, probe passed".into(),
                     (TransportChoice::Auto, false) => reasons.join("; "),
-                    (TransportChoice::Process | TransportChoice::Tcp, _) => "set by choice".into(),
+                    (
+                        TransportChoice::Process | TransportChoice::Verbs | TransportChoice::Tcp,
+                        _,
+                    ) => "set by choice".into(),
                 };
                 return Ok(Chosen {
                     connection,

@@ -354,13 +354,7 @@ impl Session {
                     .any(|active| active.piece.job.should_stop(at))
             },
         };
-        let result = choose::connect(
-            options.choice,
-            &source,
-            &self.shared.memory,
-            pause_at,
-            &interrupt,
-        );
+        let result = choose::connect(options, &source, &self.shared.memory, pause_at, &interrupt);
         match result {
             Ok(chosen) => self.connected(chosen),
             Err(error) if error.kind == ReadFailureKind::Cancelled => {}

@@ -10,20 +10,16 @@ use std::time::Duration;
 
 use hetero_kv_core::memory::{MemoryRegion, Run};
 use hetero_kv_core::time::Time;
-use hetero_kv_core::wire::data::{
-    Attach, AttachRefusal, AttachRefused, Attached, Fetch, FetchData, FetchEnd, FetchStatus,
-    SourceRun,
-};
+use hetero_kv_core::wire::data::{Fetch, FetchData, FetchEnd, FetchStatus, SourceRun};
 use hetero_kv_core::wire::{Kind, decode, encode};
 use rustix::event::PollFlags;
 
+use super::attach::AttachedStream;
 use super::framing::{FrameReceiver, FrameSender, ReceiveError};
 use super::socket;
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::{LocalMemory, OutOfBounds, SpanQueue, span_in};
-use crate::transport::{
-    Completion, Connection, Interrupt, POLL_BYTES_MAX, ReadBatch, Source, TransportName,
-};
+use crate::transport::{Completion, Connection, POLL_BYTES_MAX, ReadBatch, TransportName};
 use crate::waker::Waker;
 
 /// A fetch that is asked for and not ended.
@@ -51,85 +47,23 @@ pub(super) struct TcpConnection {
 // each time. All else is `Send`.
 unsafe impl Send for TcpConnection {}
 
-/// Says whom we expect on a fresh connection and waits for the answer.
-pub(super) fn attach(
-    stream: OwnedFd,
-    source: &Source,
-    memory: Arc<LocalMemory>,
-    deadline: Time,
-    interrupt: &Interrupt<'_>,
-) -> Result<TcpConnection, TransportError> {
-    let route = &source.route;
-    let frame = encode(
-        Kind::Attach,
-        &Attach {
-            engine: route.engine().clone(),
-            incarnation: route.incarnation(),
-            dp_rank: route.dp_rank(),
-            tp_rank: route.tp_rank(),
-            pp_rank: route.pp_rank(),
-        },
-    )
-    .map_err(|error| TransportError::new(ReadFailureKind::Local, "Attach", error.to_string()))?;
-    let mut sender = FrameSender::default();
-    sender.push(frame);
-    while !sender.is_empty() {
-        socket::wait_ready(&stream, PollFlags::OUT, deadline, interrupt)?;
-        sender.flush(&stream).map_err(unreachable)?;
-    }
-    let mut receiver = FrameReceiver::default();
-    let (kind, payload) = loop {
-        socket::wait_ready(&stream, PollFlags::IN, deadline, interrupt)?;
-        match receiver.receive(&stream) {
-            Ok(Some(frame)) => break frame,
-            Ok(None) => {}
-            Err(error) => return Err(unreachable(error)),
+impl TcpConnection {
+    /// Fetches over a connection that the holder has taken.
+    pub(super) fn new(
+        attached: AttachedStream,
+        peer_regions: Vec<MemoryRegion>,
+        memory: Arc<LocalMemory>,
+    ) -> Self {
+        Self {
+            stream: Some(attached.stream),
+            peer_regions,
+            memory,
+            receiver: attached.receiver,
+            sender: attached.sender,
+            posted: VecDeque::new(),
+            iovecs: Vec::new(),
         }
-    };
-    if kind == Kind::AttachRefused {
-        return Err(match decode::<AttachRefused>(kind, &payload) {
-            Ok(refused) => refusal(refused),
-            Err(error) => unreachable(error),
-        });
     }
-    if kind != Kind::Attached {
-        return Err(unreachable(format!("{kind:?} came as the answer")));
-    }
-    let attached: Attached = decode(kind, &payload).map_err(unreachable)?;
-    let announced: Vec<u64> = source.regions.iter().map(|region| region.bytes).collect();
-    if attached.region_bytes != announced {
-        return Err(TransportError::new(
-            ReadFailureKind::Refused,
-            "Attach",
-            "the holder's regions are not of the lengths that its engine announced",
-        ));
-    }
-    Ok(TcpConnection {
-        stream: Some(stream),
-        peer_regions: source.regions.clone(),
-        memory,
-        receiver,
-        sender,
-        posted: VecDeque::new(),
-        iovecs: Vec::new(),
-    })
-}
-
-fn unreachable(problem: impl ToString) -> TransportError {
-    TransportError::new(ReadFailureKind::Unreachable, "Attach", problem.to_string())
-}
-
-fn refusal(refused: AttachRefused) -> TransportError {
-    let kind = match refused.code {
-        AttachRefusal::Incarnation => ReadFailureKind::Incarnation,
-        AttachRefusal::Engine
-        | AttachRefusal::Rank
-        | AttachRefusal::NotReady
-        | AttachRefusal::Busy => ReadFailureKind::Refused,
-    };
-    // The peer's words, bounded: they go to our log.
-    let text: String = refused.text.chars().take(500).collect();
-    TransportError::new(kind, "Attach", text)
 }
 
 fn lost(call: &'static str, problem: impl ToString) -> TransportError {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use hetero_kv_core::wire::data::{
     Attach, AttachRefusal, AttachRefused, Attached, FETCH_BYTES_MAX, FETCH_RUNS_MAX, Fetch,
-    FetchData, FetchEnd, FetchStatus,
+    FetchData, FetchEnd, FetchStatus, QueuePairEnds, VerbsRefused,
 };
 use hetero_kv_core::wire::{FrameError, Kind, decode, encode};
 use rustix::event::PollFlags;
@@ -20,6 +20,7 @@ use super::server::{HolderPlace, Shared};
 use super::socket;
 use crate::clock::{now, time_left};
 use crate::memory::{Span, SpanQueue};
+use crate::verbs::{self, holder::HolderEnds};
 
 /// How a connection is to be met.
 #[derive(Clone, Copy, Debug)]
@@ -106,13 +107,38 @@ impl Serving<'_> {
         let regions = self.shared.memory.regions();
         let region_bytes = regions.iter().map(|region| region.bytes).collect();
         self.send_frame(encode(Kind::Attached, &Attached { region_bytes })?)?;
+        // Queue pairs of this reader; they end when this function does.
+        let mut ends: Option<HolderEnds> = None;
         loop {
             let (kind, payload) = self.receive(None)?;
-            if kind != Kind::Fetch {
-                return Err(End::Broken(format!("{kind:?} came instead of a fetch")));
+            if kind == Kind::Fetch {
+                self.answer(&decode(kind, &payload)?)?;
+            } else if kind == Kind::VerbsConnect && ends.is_none() {
+                ends = Some(self.connect_queue_pairs(&decode(kind, &payload)?)?);
+            } else {
+                return Err(End::Broken(format!("{kind:?} came out of turn")));
             }
-            let fetch: Fetch = decode(kind, &payload)?;
-            self.answer(&fetch)?;
+        }
+    }
+
+    /// Makes this side's ends of a reader's queue pairs and tells it, or tells it why not.
+    fn connect_queue_pairs(&self, asked: &QueuePairEnds) -> Result<HolderEnds, End> {
+        let made = match &self.shared.options.verbs {
+            Some(node) => verbs::holder::answer(node, asked).map_err(|error| error.to_string()),
+            None => Err("this rank does not offer verbs".into()),
+        };
+        match made {
+            Ok((ends, told)) => {
+                let counters = &self.shared.counters;
+                counters.verbs_readers.fetch_add(1, Ordering::Relaxed);
+                self.send_frame(encode(Kind::VerbsConnected, &told)?)?;
+                Ok(ends)
+            }
+            Err(text) => {
+                let refused = VerbsRefused { text: text.clone() };
+                self.send_frame(encode(Kind::VerbsRefused, &refused)?)?;
+                Err(End::Refused(text))
+            }
         }
     }
 

@@ -18,6 +18,7 @@ use super::socket;
 use crate::lease_page::LeasePage;
 use crate::memory::LocalMemory;
 use crate::net::listen::{ListenAddress, ListenError, listen_on};
+use crate::verbs;
 use crate::waker::Waker;
 
 /// Connections above the limit that are still told so; more are closed without a word.
@@ -49,6 +50,8 @@ pub struct ServerOptions {
     pub frame_timeout: Duration,
     /// Longest time in which a reader takes none of the bytes it asked for.
     pub stall_timeout: Duration,
+    /// The device whose queue pairs are made for readers that ask for them.
+    pub verbs: Option<Arc<verbs::Node>>,
 }
 
 impl Default for ServerOptions {
@@ -63,6 +66,7 @@ impl Default for ServerOptions {
             connections_max: 256,
             frame_timeout: Duration::from_secs(10),
             stall_timeout: Duration::from_secs(30),
+            verbs: None,
         }
     }
 }
@@ -95,6 +99,8 @@ pub struct ServerStats {
     pub leases_gone: u64,
     /// KV bytes handed to the kernel.
     pub sent_bytes: u64,
+    /// Readers for whom queue pairs were made.
+    pub verbs_readers: u64,
 }
 
 #[derive(Debug, Default)]
@@ -105,6 +111,7 @@ pub(super) struct Counters {
     pub(super) fetches: AtomicU64,
     pub(super) leases_gone: AtomicU64,
     pub(super) sent_bytes: AtomicU64,
+    pub(super) verbs_readers: AtomicU64,
 }
 
 /// What the listener and the connections share.
@@ -193,6 +200,7 @@ impl DataServer {
             fetches: count(&counters.fetches),
             leases_gone: count(&counters.leases_gone),
             sent_bytes: count(&counters.sent_bytes),
+            verbs_readers: count(&counters.verbs_readers),
         }
     }
 

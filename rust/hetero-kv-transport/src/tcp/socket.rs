@@ -102,8 +102,8 @@ fn dial_address(
 }
 
 /// Waits until the socket is ready for `flags`, for the deadline or for the interrupt.
-pub(super) fn wait_ready(
-    stream: &OwnedFd,
+pub(crate) fn wait_ready(
+    stream: &impl AsFd,
     flags: PollFlags,
     deadline: Time,
     interrupt: &Interrupt<'_>,
@@ -145,7 +145,7 @@ pub(super) struct Ready {
 
 /// Sleeps until the socket is ready for `flags`, the waker is set, or the timeout passes.
 pub(super) fn wait_any(
-    stream: &OwnedFd,
+    stream: &impl AsFd,
     flags: PollFlags,
     waker: &Waker,
     timeout: Option<Duration>,

@@ -28,6 +28,7 @@ use crate::memory::{LocalMemory, MemoryError};
 use crate::reader::{Reader, ReaderOptions, ReaderStats};
 use crate::scheduler::Roles;
 use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
+use crate::verbs::{Node, VerbsError, VerbsOptions};
 use holder::Holder;
 use loads::ConsumerRank;
 use waiting::WaitingLoad;
@@ -68,10 +69,23 @@ pub struct WorkerOptions {
     pub offer_process: bool,
     /// Whether the `tcp` endpoint is announced.
     pub offer_tcp: bool,
+    /// Whether and how RDMA is used, by either side.
+    pub verbs: VerbsUse,
     /// Tokens of a block of this engine.
     pub block_size: u32,
     /// When a read is split over several sources.
     pub striping: Striping,
+}
+
+/// Whether a worker uses RDMA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum VerbsUse {
+    /// Not at all.
+    Off,
+    /// Where there is a device; else the other transports serve.
+    IfThere(VerbsOptions),
+    /// Without it the worker does not start.
+    Required(VerbsOptions),
 }
 
 /// Why a worker side cannot start.
@@ -89,6 +103,9 @@ pub enum WorkerError {
     /// The reader.
     #[error("reader: {0}")]
     Reader(String),
+    /// RDMA is required and cannot be used.
+    #[error("transport verbs: {0}")]
+    Verbs(#[from] VerbsError),
     /// A region outside of the words that [`WorkerSide::start_on`] was given.
     #[error("KV cache: region {0} lies outside of the memory given")]
     Elsewhere(usize),
@@ -222,8 +239,14 @@ impl WorkerSide {
         // by this value and by threads that end when it is dropped.
         let memory = Arc::new(unsafe { LocalMemory::new(cache.regions().to_vec()) }?);
         let mut endpoints = Endpoints::default();
-        let holder = if options.roles.producer {
-            let page = Arc::new(LeasePage::new(options.lease_slots).map_err(WorkerError::Page)?);
+        let page = options
+            .roles
+            .producer
+            .then(|| LeasePage::new(options.lease_slots).map(Arc::new))
+            .transpose()
+            .map_err(WorkerError::Page)?;
+        let node = open_verbs(&options, &memory, page.as_ref())?;
+        let holder = if let Some(page) = page {
             let process = if options.offer_process {
                 let holder =
                     crate::process::of_this_process(Arc::clone(&page), options.allow_ptracer)
@@ -233,13 +256,18 @@ impl WorkerSide {
             } else {
                 None
             };
-            let server = if options.offer_tcp {
+            let server = if options.offer_tcp || node.is_some() {
                 let server = DataServer::start(
                     Arc::clone(&memory),
                     Arc::clone(&page),
-                    options.server.clone(),
+                    ServerOptions {
+                        verbs: node.clone(),
+                        ..options.server.clone()
+                    },
                 )?;
-                endpoints.tcp = Some(server.endpoint().clone());
+                let listener = server.endpoint().clone();
+                endpoints.verbs = node.as_ref().and_then(|node| node.endpoint(&listener));
+                endpoints.tcp = options.offer_tcp.then_some(listener);
                 Some(server)
             } else {
                 None
@@ -255,7 +283,13 @@ impl WorkerSide {
         };
         let consumer = if options.roles.consumer {
             Some(ConsumerRank::new(
-                Reader::start(Arc::clone(&memory), options.reader),
+                Reader::start(
+                    Arc::clone(&memory),
+                    ReaderOptions {
+                        verbs: node,
+                        ..options.reader
+                    },
+                ),
                 options.block_size,
                 options.striping,
             ))
@@ -422,6 +456,38 @@ impl WorkerSide {
                 }
             },
             None => true,
+        }
+    }
+}
+
+/// Opens the RDMA device where it is to be used.
+fn open_verbs(
+    options: &WorkerOptions,
+    memory: &Arc<LocalMemory>,
+    page: Option<&Arc<LeasePage>>,
+) -> Result<Option<Arc<Node>>, VerbsError> {
+    let (wanted, required) = match &options.verbs {
+        VerbsUse::Off => return Ok(None),
+        VerbsUse::IfThere(wanted) => (wanted, false),
+        VerbsUse::Required(wanted) => (wanted, true),
+    };
+    let advertised = options.server.address.host.parse().ok();
+    match Node::open(
+        wanted.clone(),
+        advertised,
+        Arc::clone(memory),
+        page.map(Arc::clone),
+    ) {
+        Ok(node) => Ok(Some(node)),
+        Err(error) if required => Err(error),
+        Err(error @ (VerbsError::NoLibrary(_) | VerbsError::NoDevice(_))) => {
+            tracing::debug!(%error, "the other transports serve");
+            Ok(None)
+        }
+        Err(error) => {
+            // There is a device, so somebody expects it to be used.
+            tracing::warn!(%error, "RDMA is not used");
+            Ok(None)
         }
     }
 }

@@ -18,11 +18,12 @@ use hetero_kv_core::step::{
 use hetero_kv_core::wire::card::{Endpoints, TcpEndpoint};
 use hetero_kv_core::wire::message::Layout;
 
-use super::{LoadReport, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
+use super::{LoadReport, VerbsUse, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
 use crate::reader::{ReaderOptions, TransportChoice};
 use crate::scheduler::Roles;
 use crate::tcp::ServerOptions;
 use crate::testing::{NUM_BLOCKS, PAGE_BYTES, PATIENCE, cache, engine, heads, identity};
+use crate::verbs::{self, DeviceChoice, VerbsOptions};
 
 const LEASE: LeaseRef = LeaseRef {
     slot: Slot(2),
@@ -84,6 +85,11 @@ fn options(producer: bool, choice: TransportChoice) -> WorkerOptions {
         lease_slots: 4,
         offer_process: true,
         offer_tcp: true,
+        verbs: match choice {
+            TransportChoice::Auto => VerbsUse::IfThere(VerbsOptions::default()),
+            TransportChoice::Verbs => VerbsUse::Required(VerbsOptions::default()),
+            TransportChoice::Process | TransportChoice::Tcp => VerbsUse::Off,
+        },
         block_size: 16,
         striping: Striping::OFF,
     }
@@ -201,9 +207,19 @@ fn a_release_of_a_slot_that_is_not_there_is_still_reported() {
     assert_eq!(p.side.take_results().sent, ["r"]);
 }
 
+/// Those that work on this host.
+fn choices() -> Vec<TransportChoice> {
+    let mut choices = vec![TransportChoice::Process, TransportChoice::Tcp];
+    match verbs::probe(&DeviceChoice::default()) {
+        Ok(_) => choices.push(TransportChoice::Verbs),
+        Err(error) => eprintln!("without verbs: {error}"),
+    }
+    choices
+}
+
 #[test]
-fn blocks_are_read_by_either_transport() {
-    for choice in [TransportChoice::Process, TransportChoice::Tcp] {
+fn blocks_are_read_by_each_transport() {
+    for choice in choices() {
         let p = named_producer("p");
         let mut d = rank("dd", false, choice);
         let before = d.memory.block(2);
@@ -223,9 +239,46 @@ fn blocks_are_read_by_either_transport() {
     }
 }
 
+/// RDMA that is asked for by name, and cannot be had, is told at start; where it may be left out,
+/// the rank starts without.
+#[test]
+fn rdma_that_cannot_be_used_stops_only_a_rank_that_requires_it() {
+    let absent = VerbsOptions {
+        choice: DeviceChoice {
+            device: Some("absent_0".into()),
+            ..DeviceChoice::default()
+        },
+        ..VerbsOptions::default()
+    };
+    let start = |verbs| {
+        let memory = Memory::new(|at| at as u8);
+        let options = WorkerOptions {
+            verbs,
+            ..options(true, TransportChoice::Auto)
+        };
+        // SAFETY: as in `rank`.
+        let side = unsafe { WorkerSide::start(place("p"), cache(memory.base()), options) };
+        side.map(|side| Rank { side, memory })
+    };
+    match start(VerbsUse::Required(absent.clone())) {
+        Err(WorkerError::Verbs(error)) => {
+            let text = error.to_string();
+            assert!(
+                text.contains("absent_0 does not exist") || text.starts_with("no RDMA: "),
+                "{text}"
+            );
+        }
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("a device of this name opens"),
+    }
+    let without = start(VerbsUse::IfThere(absent)).expect("the other transports serve");
+    let endpoints = &without.side.card().endpoints;
+    assert!(endpoints.verbs.is_none() && endpoints.tcp.is_some());
+}
+
 #[test]
 fn a_released_lease_is_not_read() {
-    for choice in [TransportChoice::Process, TransportChoice::Tcp] {
+    for choice in choices() {
         let mut p = named_producer("p");
         let mut d = rank("dd", false, choice);
         p.side.step(release("r"), Duration::ZERO);

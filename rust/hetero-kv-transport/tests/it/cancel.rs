@@ -77,10 +77,11 @@ fn nothing_is_written_after_a_cancelled_job_is_reported(transport: TransportName
         let touched = buffers[0].copied().iter().any(|&byte| byte != REFILL);
         assert!(!touched, "attempt {attempt} wrote after its report");
     }
-    if transport == TransportName::Process {
-        assert!(stopped_midway > 0, "no cancel hit a read in its middle");
-    } else {
+    // The relay slows what goes over the socket; what is one-sided passes by it.
+    if transport == TransportName::Tcp {
         assert!(relay.bytes() > 0, "no cancel hit a read in its middle");
+    } else {
+        assert!(stopped_midway > 0, "no cancel hit a read in its middle");
     }
 }
 

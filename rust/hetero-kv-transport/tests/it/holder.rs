@@ -1,6 +1,7 @@
 //! A holder in a process of its own: this test binary, started again.
 
 use std::io::{BufRead, BufReader, Lines, Write};
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +19,7 @@ use hetero_kv_core::wire::card::Endpoints;
 use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
 use hetero_kv_transport::lease_page::LeasePage;
+use hetero_kv_transport::memory::LocalMemory;
 use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::process;
 use hetero_kv_transport::reader::{
@@ -25,6 +27,7 @@ use hetero_kv_transport::reader::{
 };
 use hetero_kv_transport::tcp::{DataServer, HolderPlace, ServerOptions};
 use hetero_kv_transport::transport::{Source, TransportName};
+use hetero_kv_transport::verbs::{Node, VerbsError, VerbsOptions};
 use serde::{Deserialize, Serialize};
 
 use super::buffer::{Buffer, pattern, register};
@@ -132,6 +135,7 @@ fn holder_process() {
     fill(config.seed);
     let page = Arc::new(LeasePage::new(64).expect("mapped"));
     let memory = register(&buffers);
+    let node = rdma_node(&memory, Some(Arc::clone(&page))).ok();
     let readable = process::of_this_process(Arc::clone(&page), true).expect("this process");
     let range: Option<RangeInclusive<u16>> = config.ports.map(|(first, last)| first..=last);
     let server = DataServer::start(
@@ -145,6 +149,7 @@ fn holder_process() {
             },
             connections_max: config.connections_max,
             frame_timeout: Duration::from_millis(config.frame_timeout_ms),
+            verbs: node.clone(),
             ..ServerOptions::default()
         },
     )
@@ -159,6 +164,7 @@ fn holder_process() {
     say(&Card {
         endpoints: Endpoints {
             process: Some(readable.endpoint().clone()),
+            verbs: node.and_then(|node| node.endpoint(server.endpoint())),
             tcp: Some(server.endpoint().clone()),
         },
         regions: buffers.iter().map(Buffer::region).collect(),
@@ -284,6 +290,10 @@ impl Holder {
     /// The same rank, dialled somewhere else.
     pub(crate) fn via(&self, port: u16) -> Arc<Source> {
         let mut source = Source::clone(&self.source);
+        if let Some(verbs) = &mut source.endpoints.verbs {
+            verbs.host = "127.0.0.1".into();
+            verbs.port = port;
+        }
         let tcp = source
             .endpoints
             .tcp
@@ -338,15 +348,44 @@ pub(crate) fn reader_with(
     transport: TransportName,
     change: impl FnOnce(&mut ReaderOptions),
 ) -> Reader {
+    let memory = register(buffers);
     let mut options = ReaderOptions {
         choice: match transport {
             TransportName::Process => TransportChoice::Process,
+            TransportName::Verbs => TransportChoice::Verbs,
             TransportName::Tcp => TransportChoice::Tcp,
         },
+        verbs: (transport == TransportName::Verbs)
+            .then(|| rdma_node(&memory, None).expect("there is a device")),
         ..ReaderOptions::default()
     };
     change(&mut options);
-    Reader::start(register(buffers), options)
+    Reader::start(memory, options)
+}
+
+/// This host's RDMA device with the memory registered.
+pub(crate) fn rdma_node(
+    memory: &Arc<LocalMemory>,
+    page: Option<Arc<LeasePage>>,
+) -> Result<Arc<Node>, VerbsError> {
+    let here = Some(IpAddr::from([127, 0, 0, 1]));
+    Node::open(VerbsOptions::default(), here, Arc::clone(memory), page)
+}
+
+/// Whether verbs can be tested here; where it cannot, the reason is printed for the count of skips.
+/// `HETERO_KV_REQUIRE_RDMA` makes the lack of a device a failure.
+pub(crate) fn rdma_here() -> bool {
+    let memory = register(&[]);
+    match rdma_node(&memory, None) {
+        Ok(_) => true,
+        Err(error) if std::env::var_os("HETERO_KV_REQUIRE_RDMA").is_some() => {
+            panic!("RDMA is required: {error}")
+        }
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            false
+        }
+    }
 }
 
 /// A job of one piece, with a minute of time, under slot 0's first epoch.
@@ -389,6 +428,14 @@ macro_rules! each_transport {
         mod process {
             use hetero_kv_transport::transport::TransportName;
             $($(#[$meta])* #[test] fn $name() { super::$name(TransportName::Process); })*
+        }
+        mod verbs {
+            use hetero_kv_transport::transport::TransportName;
+            $($(#[$meta])* #[test] fn $name() {
+                if $crate::holder::rdma_here() {
+                    super::$name(TransportName::Verbs);
+                }
+            })*
         }
         mod tcp {
             use hetero_kv_transport::transport::TransportName;

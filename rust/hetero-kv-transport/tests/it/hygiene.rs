@@ -17,7 +17,7 @@ use hetero_kv_transport::transport::TransportName;
 use rustix::time::{ClockId, clock_gettime};
 
 use super::buffer::{Buffer, register};
-use super::holder::{Holder, HolderConfig, job, reader, reader_with, wait_one};
+use super::holder::{Holder, HolderConfig, job, rdma_here, reader, reader_with, wait_one};
 
 const RUN: Run = Run {
     source_region: 0,
@@ -27,7 +27,14 @@ const RUN: Run = Run {
     bytes: 4096,
 };
 
-const TRANSPORTS: [TransportName; 2] = [TransportName::Process, TransportName::Tcp];
+/// Those that work on this host.
+fn transports() -> Vec<TransportName> {
+    let mut names = vec![TransportName::Process, TransportName::Tcp];
+    if rdma_here() {
+        names.push(TransportName::Verbs);
+    }
+    names
+}
 
 fn in_own_process(name: &str) {
     let output = Command::new(std::env::current_exe().expect("this binary"))
@@ -78,8 +85,9 @@ fn threads() -> usize {
 #[ignore = "a process that another test starts"]
 fn leaks() {
     let holder = Holder::start(HolderConfig::default());
+    let transports = transports();
     let cycle = || {
-        for transport in TRANSPORTS {
+        for &transport in &transports {
             let buffers = [Buffer::new(4096, 0)];
             let server = DataServer::start(
                 register(&buffers),
@@ -137,7 +145,10 @@ fn idle_cost() {
         ServerOptions::default(),
     )
     .expect("listening");
-    let readers = TRANSPORTS.map(|transport| reader(&buffers, transport));
+    let readers: Vec<_> = transports()
+        .into_iter()
+        .map(|transport| reader(&buffers, transport))
+        .collect();
     for reader in &readers {
         reader
             .submit(job(1, &holder.source, &[RUN]))

@@ -11,3 +11,4 @@ mod listener;
 mod relay;
 mod throughput;
 mod unquiesced;
+mod verbs;

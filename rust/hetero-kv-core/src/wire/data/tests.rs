@@ -62,6 +62,28 @@ fn golden_bytes() {
         },
         "684b01252400000082a4636f6465ab696e6361726e6174696f6ea474657874ac7374617274656420616e6577",
     );
+    let ends = QueuePairEnds {
+        gid: vec![7; 16],
+        lid: 0,
+        mtu_bytes: 4096,
+        reads_in_flight_max: 16,
+        queue_pairs: vec![QueuePairEnd(17, 0x00ff_ffff)],
+    };
+    check_golden(
+        Kind::VerbsConnect,
+        &ends,
+        "684b01265200000085a3676964c41007070707070707070707070707070707a36c696400a96d74755f6279746573cd1000b372656164735f696e5f666c696768745f6d617810ab71756575655f7061697273919211ce00ffffff",
+    );
+    check_golden(
+        Kind::VerbsConnected,
+        &ends,
+        "684b01275200000085a3676964c41007070707070707070707070707070707a36c696400a96d74755f6279746573cd1000b372656164735f696e5f666c696768745f6d617810ab71756575655f7061697273919211ce00ffffff",
+    );
+    check_golden(
+        Kind::VerbsRefused,
+        &VerbsRefused { text: "no".into() },
+        "684b01280900000081a474657874a26e6f",
+    );
     check_golden(
         Kind::Fetch,
         &fetch(),
@@ -134,4 +156,47 @@ fn unknown_fields_are_tolerated_and_unknown_statuses_are_not() {
             ..
         }
     ));
+}
+
+#[test]
+fn an_endpoint_that_is_not_offered_leaves_no_bytes_and_an_unknown_one_is_skipped() {
+    use crate::wire::card::{Endpoints, TcpEndpoint, VerbsEndpoint};
+
+    /// What a build knows that has no `verbs`.
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    struct Older {
+        tcp: Option<TcpEndpoint>,
+    }
+
+    let tcp = TcpEndpoint {
+        host: "10.0.0.1".into(),
+        port: 5000,
+    };
+    let without = Endpoints {
+        tcp: Some(tcp.clone()),
+        ..Endpoints::default()
+    };
+    let bytes = rmp_serde::to_vec_named(&without).expect("encodes");
+    assert!(!bytes.windows(5).any(|window| window == b"verbs"));
+    assert_eq!(
+        rmp_serde::from_slice::<Endpoints>(&bytes).ok(),
+        Some(without.clone())
+    );
+    let with = Endpoints {
+        verbs: Some(VerbsEndpoint {
+            host: "10.0.0.1".into(),
+            port: 5000,
+            gid: vec![7; 16],
+            region_keys: vec![1, u32::MAX],
+            lease_page_address: 0x7f00_0000_2000,
+            lease_page_key: 9,
+            lease_slots: 64,
+            lease_page_nonce: 5,
+        }),
+        ..without
+    };
+    let bytes = rmp_serde::to_vec_named(&with).expect("encodes");
+    assert_eq!(rmp_serde::from_slice::<Endpoints>(&bytes).ok(), Some(with));
+    let older: Older = rmp_serde::from_slice(&bytes).expect("skips what it does not know");
+    assert_eq!(older, Older { tcp: Some(tcp) });
 }

@@ -191,7 +191,7 @@ fn fields_of_later_versions_are_skipped() {
     let ping = framed(Kind::Ping, &map(&[("load", &[7])]));
     assert_eq!(read(&ping), Ok(vec![Message::Ping]));
     // Ways to read a rank that this build does not know.
-    let later = map(&[("verbs", &[0x80]), ("tcp", &[0xc0])]);
+    let later = map(&[("cxl", &[0x80]), ("tcp", &[0xc0])]);
     let endpoints: Endpoints = decode(Kind::Layout, &later).expect("skipped");
     assert_eq!(endpoints, Endpoints::default());
 }

@@ -45,6 +45,7 @@ fn worker() -> WorkerCard {
                 host: "fd00::1".into(),
                 port: 5000,
             }),
+            verbs: None,
         },
         ..card(0, 2)
     }
