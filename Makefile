@@ -81,6 +81,11 @@ test-cargo: ## cargo tests only; needs neither Python nor vLLM
 	$(call stage,cargo test,if cargo nextest --version >/dev/null 2>&1; \
 		then cargo nextest run --release --locked; else cargo test --release --locked; fi)
 
+# The wheel of this checkout, whatever the environment has installed.
+.PHONY: test-rdma
+test-rdma: env wheel ## The RDMA transport on Soft-RoCE in a small machine, and what else needs RDMA
+	$(call stage,rdma,python3 tools/test_rdma.py --wheel dist/*.whl --python "$(ENV_PYTHON)" $(ARGS))
+
 .PHONY: sim
 sim: ## Simulate clusters: SEEDS=100000 FROM=0 for more seeds than the tests run
 	$(call stage,simulator,cargo run --release --locked --quiet -p hetero-kv-sim -- \
@@ -98,6 +103,7 @@ lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and tabl
 	$(call stage,mypy,"$(ENV_BIN)mypy")
 	$(call stage,stubtest,"$(ENV_PYTHON)" -m mypy.stubtest hetero_kv._core)
 	$(call stage,generated pages,(for page in tools/gen_*.py; do "$(ENV_PYTHON)" "$$page" --check || exit; done))
+	$(call stage,verbs bindings,tools/gen_verbs_bindings.sh --check)
 	$(call stage,tables,"$(ENV_PYTHON)" tests/check_tables.py)
 
 .PHONY: deny

@@ -1,0 +1,1 @@
+"""Kernels and machines of ``tools/rdma_vm.py``."""
