@@ -53,6 +53,7 @@ pub(crate) fn run(mib: usize) -> Result<(), Box<dyn Error>> {
         endpoints: Endpoints {
             process: Some(readable.endpoint().clone()),
             tcp: Some(server.endpoint().clone()),
+            ..Endpoints::default()
         },
         region: pool.region(),
         bare_port: bare_listener.local_addr()?.port(),

@@ -13,15 +13,20 @@ use hetero_kv_transport::clock::now;
 use hetero_kv_transport::process::ProcessTransport;
 use hetero_kv_transport::reader::{ReadJob, ReadPiece, Reader, ReaderOptions, TransportChoice};
 use hetero_kv_transport::tcp::TcpTransport;
-use hetero_kv_transport::transport::{
-    Connection, Interrupt, ReadBatch, Source, Transport, TransportName,
-};
+use hetero_kv_transport::transport::{Connection, Interrupt, ReadBatch, Source, Transport};
 use hetero_kv_transport::waker::Waker;
 
 use super::hold::{Card, owner};
 use super::memory::Pool;
 
 const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Transports that need nothing but this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Ours {
+    Process,
+    Tcp,
+}
 
 fn lease() -> LeaseRef {
     LeaseRef {
@@ -49,11 +54,11 @@ pub(crate) struct ByReader {
 }
 
 impl ByReader {
-    pub(crate) fn new(name: TransportName, source: Arc<Source>, dest: Pool) -> Self {
+    pub(crate) fn new(name: Ours, source: Arc<Source>, dest: Pool) -> Self {
         let options = ReaderOptions {
             choice: match name {
-                TransportName::Process => TransportChoice::Process,
-                TransportName::Tcp => TransportChoice::Tcp,
+                Ours::Process => TransportChoice::Process,
+                Ours::Tcp => TransportChoice::Tcp,
             },
             ..ReaderOptions::default()
         };
@@ -107,14 +112,10 @@ pub(crate) struct ByHand {
 }
 
 impl ByHand {
-    pub(crate) fn new(
-        name: TransportName,
-        source: &Source,
-        dest: Pool,
-    ) -> Result<Self, Box<dyn Error>> {
+    pub(crate) fn new(name: Ours, source: &Source, dest: Pool) -> Result<Self, Box<dyn Error>> {
         let transport: &dyn Transport = match name {
-            TransportName::Process => &ProcessTransport,
-            TransportName::Tcp => &TcpTransport,
+            Ours::Process => &ProcessTransport,
+            Ours::Tcp => &TcpTransport,
         };
         let waker = Waker::new()?;
         let interrupt = Interrupt {
@@ -201,10 +202,6 @@ fn split(runs: &[Run], runs_max: usize, bytes_max: u64) -> (Vec<Run>, Vec<Range<
 }
 
 /// One connection made and proven, from nothing.
-pub(crate) fn connect(
-    name: TransportName,
-    source: &Source,
-    dest: Pool,
-) -> Result<(), Box<dyn Error>> {
+pub(crate) fn connect(name: Ours, source: &Source, dest: Pool) -> Result<(), Box<dyn Error>> {
     ByHand::new(name, source, dest).map(drop)
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hetero_kv_core::memory::Run;
 use hetero_kv_transport::clock::now;
-use hetero_kv_transport::transport::{Source, TransportName};
+use hetero_kv_transport::transport::Source;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ use super::bare::Lists;
 use super::cases::Case;
 use super::hold::Card;
 use super::memory::{Pool, pattern};
-use super::ours::{self, ByHand, ByReader};
+use super::ours::{self, ByHand, ByReader, Ours};
 
 /// How bytes are to be moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -77,8 +77,8 @@ struct Desk {
     dest: Pool,
     /// What the holder has, for the copy inside this process.
     copy: Option<Pool>,
-    by_reader: BTreeMap<TransportName, ByReader>,
-    by_hand: BTreeMap<TransportName, ByHand>,
+    by_reader: BTreeMap<Ours, ByReader>,
+    by_hand: BTreeMap<Ours, ByHand>,
     socket: Option<TcpStream>,
 }
 
@@ -119,12 +119,12 @@ impl Desk {
             self.dest.fill(|_| 0);
         }
         let measured = match order.way {
-            Way::Process => self.by_reader(TransportName::Process, &runs, order.times)?,
-            Way::Tcp => self.by_reader(TransportName::Tcp, &runs, order.times)?,
-            Way::ProcessByHand => self.by_hand(TransportName::Process, &runs, order.times)?,
-            Way::TcpByHand => self.by_hand(TransportName::Tcp, &runs, order.times)?,
-            Way::ProcessConnect => self.connect(TransportName::Process, order.times)?,
-            Way::TcpConnect => self.connect(TransportName::Tcp, order.times)?,
+            Way::Process => self.by_reader(Ours::Process, &runs, order.times)?,
+            Way::Tcp => self.by_reader(Ours::Tcp, &runs, order.times)?,
+            Way::ProcessByHand => self.by_hand(Ours::Process, &runs, order.times)?,
+            Way::TcpByHand => self.by_hand(Ours::Tcp, &runs, order.times)?,
+            Way::ProcessConnect => self.connect(Ours::Process, order.times)?,
+            Way::TcpConnect => self.connect(Ours::Tcp, order.times)?,
             Way::Bare => {
                 let lists = Lists::new(&runs, self.dest, self.card.region);
                 let pid = self.card.pid;
@@ -170,7 +170,7 @@ impl Desk {
 
     fn by_reader(
         &mut self,
-        name: TransportName,
+        name: Ours,
         runs: &[Run],
         times: u32,
     ) -> Result<Measured, Box<dyn Error>> {
@@ -192,7 +192,7 @@ impl Desk {
 
     fn by_hand(
         &mut self,
-        name: TransportName,
+        name: Ours,
         runs: &[Run],
         times: u32,
     ) -> Result<Measured, Box<dyn Error>> {
@@ -213,7 +213,7 @@ impl Desk {
         })
     }
 
-    fn connect(&self, name: TransportName, times: u32) -> Result<Measured, Box<dyn Error>> {
+    fn connect(&self, name: Ours, times: u32) -> Result<Measured, Box<dyn Error>> {
         timed(times, || ours::connect(name, &self.source, self.dest))
     }
 }
