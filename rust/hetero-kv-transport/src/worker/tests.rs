@@ -564,11 +564,11 @@ fn crowded(d: &mut Rank) -> (TcpListener, Rank) {
     };
     let mut unserved = peer(&named, "p");
     unserved.layout.workers[0].endpoints = Endpoints {
-        process: None,
         tcp: Some(TcpEndpoint {
             host: "127.0.0.1".into(),
             port: silent.local_addr().expect("bound").port(),
         }),
+        ..Endpoints::default()
     };
     let mut orders = orders_of(load("a"));
     orders.peers = vec![unserved, served];
