@@ -6,11 +6,14 @@
 
 Each check runs in a machine of its own. Its console goes to a log file; here goes one line with its
 counts and time. The last line of stdout is ``N passed, M skipped, K failed``; the exit status is 1
-where anything failed. Where no machine can be had everything is skipped, and the line above says
-why.
+where anything failed. Where no machine can be had its checks are skipped, and a line says why.
 
-Needs only the standard library and cargo; the Python check needs a wheel and an interpreter with
-pytest and numpy.
+The same suite runs on the host too, on the stand-in for libibverbs of ``tests/doubles/verbs``, and
+there with errors that no device gives on demand: whatever fails, no wrong byte may count and no
+block may stay held.
+
+Needs only the standard library and cargo; the stand-in needs gcc and libibverbs' headers, the
+Python check a wheel and an interpreter with pytest and numpy.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -63,6 +67,8 @@ class Check:
     timeout_s: float
     count: Callable[[str, int], Counts]
     memory: str = "3G"
+    # Without a machine: what needs no device.
+    on_host: bool = False
 
 
 def by_status(_output: str, status: int) -> Counts:
@@ -191,7 +197,7 @@ def rust_checks(transport: dict[str, Path]) -> list[Check]:
         ),
         Check(
             "conformance",
-            [*required, suite, "::verbs::", "hygiene::", "--test-threads=2"],
+            [*required, suite, "verbs::", "hygiene::", "--test-threads=2"],
             400,
             of_cargo,
         ),
@@ -215,13 +221,64 @@ def python_checks(wheel: Path | None, python: Path | None, work: Path) -> list[C
     return [Check("wheel", [*command, *tests], 170, of_pytest)]
 
 
+HEADERS = Path("/usr/include/infiniband/verbs.h")
+DOUBLE = ROOT / "tests" / "doubles" / "verbs"
+
+# As `tests/doubles/verbs/faults.c` takes them.
+INJECTED = (
+    "read=retry:after=20",
+    "read=access:after=30:count=1",
+    "read=flush:after=15:count=2",
+    "read=fatal:after=25:count=1",
+    "post=enomem:after=10:count=1",
+    "reorder=1",
+)
+
+
+def of_lab(output: str, _status: int) -> Counts:
+    """A lab whose requests may fail, since errors are injected that it knows nothing of."""
+    report = re.search(r"^\{.*\}$", output, re.MULTILINE)
+    if not report:
+        return Counts(failed=1)
+    found = json.loads(report.group())
+    right = found["bytes_mismatched"] == 0 and found["blocks_held"] == 0
+    return Counts(passed=1) if right and found["requests"]["ok"] else Counts(failed=1)
+
+
+def double_checks(transport: dict[str, Path], lab: Path, work: Path) -> list[Check]:
+    """The suite on the stand-in, and labs with injected errors; none where it cannot be built."""
+    sources = sorted(str(path) for path in DOUBLE.glob("*.c"))
+    library = work / "libibverbs-double.so"
+    flags = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-o", str(library)]
+    if not sources or shutil.which("gcc") is None or not HEADERS.exists():
+        say("double: skipped; it needs tests/doubles/verbs, gcc and libibverbs-dev")
+        return []
+    subprocess.run(["gcc", *flags, *sources], check=True, timeout=120)
+    settings = ["env", f"HETERO_KV_LIBIBVERBS={library}", "HETERO_KV_REQUIRE_RDMA=1"]
+    objects = [str(transport["hetero_kv_transport"]), "verbs::", "blocks_are_read_by_each"]
+    suite = [str(transport["it"]), "verbs::", "hygiene::", "--test-threads=2"]
+    checks = [
+        Check("double: objects", [*settings, *objects], 120, of_cargo, on_host=True),
+        Check("double: conformance", [*settings, *suite], 300, of_cargo, on_host=True),
+    ]
+    words = f"lab {LAB_TOPOLOGIES['tp2 to dp2']} --requests 40 --concurrency 6 --layers 2"
+    for fault in INJECTED:
+        command = [*settings, f"HKV_VERBS_FAULTS={fault}", str(lab)]
+        command += shlex.split(f"{words} --transport verbs --lease-s 4 --json")
+        checks.append(Check(f"double: {fault}", command, 120, of_lab, on_host=True))
+    return checks
+
+
 def run(check: Check, machine: str, logs: Path) -> tuple[Counts, str]:
     factor = QEMU_FACTOR if machine == "qemu" else 1
     log = logs / (re.sub(r"[^a-z0-9]+", "-", check.name.lower()).strip("-") + ".log")
     out = logs / f"{log.stem}.out"
     limit_s = check.timeout_s * factor
     command = [*VM, "--machine", machine, "--no-install", "run", "-t", str(limit_s)]
-    command += ["-m", check.memory, "-o", str(out), "--", *check.command]
+    command += ["-m", check.memory, "-o", str(out), "--"]
+    if check.on_host:
+        limit_s, command = check.timeout_s, ["timeout", str(check.timeout_s)]
+    command += check.command
     with log.open("w", encoding="utf-8") as sink:
         done = subprocess.run(
             command,
@@ -255,18 +312,21 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     transport = executables(["test", "--no-run", "-p", "hetero-kv-transport"])
     cli = executables(["build", "-p", "hetero-kv-cli"])
-    checks = rust_checks(transport) + lab_checks(cli["hetero-kv"])
-    checks += python_checks(arguments.wheel, arguments.python, logs)
-    checks = [check for check in checks if arguments.only in check.name]
-    if found.returncode == SKIPPED:
-        say("skipped: there is no machine to run it in (above)")
-        say(str(Counts(skipped=len(checks))))
-        return 0
-    if found.returncode:
-        return found.returncode
-    machine = found.stdout.split()[0]
-
+    in_machine = rust_checks(transport) + lab_checks(cli["hetero-kv"])
+    in_machine += python_checks(arguments.wheel, arguments.python, logs)
+    checks = double_checks(transport, cli["hetero-kv"], logs)
     total = Counts()
+    machine = ""
+    if found.returncode == SKIPPED:
+        say("skipped: there is no machine with an RDMA device (above)")
+        total += Counts(skipped=len(in_machine))
+    elif found.returncode:
+        return found.returncode
+    else:
+        machine = found.stdout.split()[0]
+        checks += in_machine
+    checks = [check for check in checks if arguments.only in check.name]
+
     for check in checks:
         begun = time.monotonic()
         counts, log = run(check, machine, logs)

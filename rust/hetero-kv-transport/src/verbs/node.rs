@@ -30,6 +30,9 @@ use hetero_kv_core::lease_page::page_bytes;
 /// that the device has the next one when it ends the one before.
 const SENDS_MAX: u32 = 512;
 
+/// Fewer places than any device has: a request, two that read the lease page, one that drains.
+const SENDS_MIN: i32 = 4;
+
 /// Work requests of data posted with one call, before the two that read the lease page. Each place
 /// of a send queue is memory of the driver, up to a KiB of it.
 pub(super) const BATCH_REQUESTS_MAX: usize = 254;
@@ -121,6 +124,12 @@ impl Node {
         }
         let (context, port) = device::open(&options.choice)?;
         let limits = context.limits()?;
+        if limits.max_qp_wr < SENDS_MIN {
+            return Err(VerbsError::Mismatch(format!(
+                "{} has {} places in a send queue; {SENDS_MIN} are needed",
+                context.name, limits.max_qp_wr
+            )));
+        }
         let domain = ProtectionDomain::new(Arc::clone(&context))?;
         let access = if page.is_some() {
             Access::RemoteRead
