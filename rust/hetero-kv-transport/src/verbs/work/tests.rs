@@ -16,7 +16,7 @@ fn source() -> Vec<MemoryRegion> {
             bytes: 1 << 24,
         },
         MemoryRegion {
-            base: 0x5000_0000,
+            base: 0x10_0000 + (1 << 24),
             bytes: 1 << 16,
         },
     ]
@@ -24,7 +24,7 @@ fn source() -> Vec<MemoryRegion> {
 
 fn memory() -> Arc<LocalMemory> {
     let region = |base, bytes| MemoryRegion { base, bytes };
-    let regions = vec![region(0x7000_0000, 1 << 24), region(0x9000_0000, 1 << 16)];
+    let regions = vec![region(0x7000_0000, 1 << 24), region(0x7100_0000, 1 << 16)];
     // SAFETY: nothing in these tests reads or writes at these addresses.
     Arc::new(unsafe { LocalMemory::new(regions) }.expect("in the address space"))
 }
@@ -104,16 +104,18 @@ fn runs_that_follow_at_the_source_share_requests_up_to_the_limit_of_pieces() {
     assert_eq!((found.requests.len(), found.pieces.len()), (1, 1));
 }
 
+/// Regions may lie side by side; their keys differ all the same.
 #[test]
 fn regions_are_never_joined() {
-    let runs = [
-        run((0, 0), (0, 0), 64),
-        run((1, 0), (0, 64), 64),
-        run((1, 64), (1, 0), 64),
-        run((1, 128), (1, 64), 64),
-    ];
-    let found = list(&runs, LIMITS);
-    assert_eq!((found.requests.len(), found.pieces.len()), (2, 3));
+    let end = (1 << 24) - 64;
+    let both = [run((0, end), (0, end), 64), run((1, 0), (1, 0), 64)];
+    let found = list(&both, LIMITS);
+    assert_eq!((found.requests.len(), found.pieces.len()), (2, 2));
+    let here = [run((0, 0), (0, end), 64), run((0, 64), (1, 0), 64)];
+    let found = list(&here, LIMITS);
+    assert_eq!((found.requests.len(), found.pieces.len()), (1, 2));
+    let there = [run((0, end), (0, 0), 64), run((1, 0), (0, 64), 64)];
+    assert_eq!(list(&there, LIMITS).requests.len(), 2);
 }
 
 #[test]
