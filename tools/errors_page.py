@@ -141,6 +141,7 @@ ADVICE: dict[str, str] = {
     "says; `hetero-kv doctor` finds it before.",
     "MemoryError": "The engine stops at start: report it with the model's name.",
     "MessageError": "As `FrameError`; the kind and the field are in the text.",
+    "MoriHostError": "The engine stops at start: MoRI-IO takes one IPv4 address (docs/mori.md).",
     "OfferError": "The prompt is not held and decode computes it: raise `lease_slots` where slots "
     "are missing; do not re-use a `transfer_id`.",
     "PairError": "As `pair_refused`: of the two TP sizes one must divide the other.",

@@ -1,14 +1,17 @@
 """Types of the extension module; ``make lint`` checks them against it (``mypy.stubtest``)."""
 
-from typing import final
+from typing import Any, final
 
 __all__ = [
     "VERSION",
+    "MemoryReader",
+    "MemorySource",
     "Scheduler",
     "Worker",
     "failure_reasons",
     "group_kinds",
     "init_logging",
+    "mori_versions",
     "prompt_digest",
 ]
 
@@ -26,6 +29,55 @@ def group_kinds(groups: list[tuple[str, str]]) -> str:
 
 def init_logging(filter: str) -> None:
     """Starts the log of our threads on standard error; raises ``ValueError`` for a bad filter."""
+
+def mori_versions() -> tuple[str, str]:
+    """Versions of ``amd-mori`` for the ``mori`` transport: from the first, below the second."""
+
+@final
+class MemorySource:
+    """Memory (address and length) that a :class:`MemoryReader` of another process may read: the
+    transports without an engine, for tests and benchmarks. The caller keeps it mapped until the
+    object is gone. Raises ``OSError`` when it cannot be offered."""
+
+    def __new__(
+        cls,
+        regions: list[tuple[int, int]],
+        host: str = "127.0.0.1",
+        tp_rank: int = 0,
+        lease_slots: int = 64,
+        mori: Any = None,
+    ) -> MemorySource: ...
+    def card(self) -> bytes: ...
+    def bump(self, slot: int, epoch: int) -> bool: ...
+
+@final
+class MemoryReader:
+    """Reads memory of other processes into this one's regions (address and length), which the
+    caller keeps mapped until the object is gone. A run is source region, offset, own region,
+    offset, bytes."""
+
+    def __new__(
+        cls,
+        regions: list[tuple[int, int]],
+        transport: str,
+        host: str = "127.0.0.1",
+        mori: Any = None,
+        quiesce_timeout_s: float = 10.0,
+    ) -> MemoryReader: ...
+    def submit(
+        self,
+        id: int,
+        card: bytes,
+        runs: list[tuple[int, int, int, int, int]],
+        slot: int = 0,
+        epoch: int = 1,
+        deadline_s: float = 60.0,
+    ) -> None: ...
+    def cancel(self, id: int) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def drain(self) -> list[str]: ...
+    def figures(self) -> str: ...
+    def shutdown(self, timeout_s: float) -> bool: ...
 
 @final
 class Scheduler:
@@ -69,9 +121,10 @@ class Scheduler:
 @final
 class Worker:
     """Worker side of one rank. The caller keeps the memory of the cache's regions alive until the
-    object is gone. Raises ``ValueError`` for bad options, ``OSError`` when it cannot start."""
+    object is gone; ``mori`` is a ``hetero_kv.mori.Library``. Raises ``ValueError`` for bad options,
+    ``OSError`` when it cannot start."""
 
-    def __new__(cls, options_json: str, cache_json: str) -> Worker: ...
+    def __new__(cls, options_json: str, cache_json: str, mori: Any = None) -> Worker: ...
     def card(self) -> bytes: ...
     def step(self, orders: bytes, age_s: float) -> None: ...
     def wait(self, timeout_ms: float) -> None: ...

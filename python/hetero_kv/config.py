@@ -60,8 +60,10 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "How KV is read. `auto` takes the best that both sides offer and that passes a probe: "
         "`process` (same host, `process_vm_readv`), else `verbs` (RDMA, where both sides have a "
-        "device), else `tcp`. `verbs` set by name is an error at start without a device.",
-        choices=("auto", "process", "verbs", "tcp"),
+        "device), else `tcp`. `verbs` set by name is an error at start without a device. `mori` "
+        "reads by AMD's MoRI-IO over RDMA (docs/mori.md); both sides have to set it, and `auto` "
+        "never takes it.",
+        choices=("auto", "process", "verbs", "tcp", "mori"),
     ),
     Setting(
         "verbs_device",

@@ -82,7 +82,13 @@ class WorkerConnector:
             "pp_rank": self._pp_rank,
         }
         self._cache = cache
-        self._core = _core.Worker(json.dumps(options), cache.json)
+        library = None
+        if self._settings["transport"] == "mori":
+            # Only here: the package and ROCm are somebody else's everywhere else.
+            from hetero_kv import mori
+
+            library = mori.Library()
+        self._core = _core.Worker(json.dumps(options), cache.json, library)
         pages = page_format(backends, this_processor(), self._engine.block_size)
         self._handshake = HeteroKVHandshake(
             card=self._core.card(),

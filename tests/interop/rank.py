@@ -59,7 +59,13 @@ def main(
     memory = RankMemory.allocate(model, style, Place(tp_size, tp_rank, pp_size, pp_rank))
     memory.fill_all(seed + pp_rank * tp_size + tp_rank)
     try:
-        worker = _core.Worker(json.dumps(options), json.dumps(memory.describe()))
+        library = None
+        if options["settings"]["transport"] == "mori":
+            # As the connector does: the package is looked for where it is wanted.
+            from hetero_kv import mori
+
+            library = mori.Library()
+        worker = _core.Worker(json.dumps(options), json.dumps(memory.describe()), library)
     except Exception as error:
         engine.send(("failed", repr(error)))
         return

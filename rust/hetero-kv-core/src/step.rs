@@ -38,11 +38,10 @@ pub struct StepOrders {
 }
 
 impl StepOrders {
-    /// As they travel in vLLM's connector metadata: msgpack arrays, fields by position. In every
-    /// struct that gets here (a card's and its caches' too) a field that may be skipped has to be the
-    /// last one, or those behind it are read as it.
+    /// As they travel in vLLM's connector metadata: msgpack maps, fields by name, since a card has
+    /// several fields that may be left out, and by position the ones behind would be read as those.
     pub fn encode(&self) -> Result<Vec<u8>, StepError> {
-        rmp_serde::to_vec(self).map_err(|error| StepError(error.to_string()))
+        rmp_serde::to_vec_named(self).map_err(|error| StepError(error.to_string()))
     }
 
     /// The inverse of [`StepOrders::encode`], by the same build in another process.

@@ -1,11 +1,14 @@
 //! `hetero_kv._core`: converts between Python and the Rust crates, and decides nothing.
 //!
 //! Importing it starts nothing. Calls that may wait release the interpreter lock, and no thread of
-//! ours ever takes it.
+//! ours takes it, but for the `mori` transport, whose engine is Python's.
 
+mod detached;
 mod error;
 mod logging;
+mod mori;
 mod options;
+mod raw;
 mod scheduler;
 mod worker;
 
@@ -18,6 +21,8 @@ mod _core {
     use hetero_kv_core::layout::KvGroup;
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::raw::{MemoryReader, MemorySource};
     #[pymodule_export]
     use super::scheduler::Scheduler;
     #[pymodule_export]
@@ -53,6 +58,12 @@ mod _core {
             .collect();
         hetero_kv_core::layout::group_kinds(&groups)
             .map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))
+    }
+
+    /// Versions of `amd-mori` that the `mori` transport is for: from the first, below the second.
+    #[pyfunction]
+    fn mori_versions() -> (&'static str, &'static str) {
+        super::mori::versions()
     }
 
     /// Starts the log of our threads on standard error; once per process, later calls change

@@ -214,6 +214,7 @@ impl WorkerStart {
                     "process" => TransportChoice::Process,
                     "verbs" => TransportChoice::Verbs,
                     "tcp" => TransportChoice::Tcp,
+                    "mori" => TransportChoice::Mori,
                     _ => TransportChoice::Auto,
                 },
                 quiesce_timeout: seconds(settings.quiesce_timeout_s),
@@ -225,6 +226,7 @@ impl WorkerStart {
             offer_process: settings.offers("process"),
             offer_tcp: settings.offers("tcp"),
             verbs: settings.verbs(),
+            mori: None,
             block_size: self.engine.block_size,
             striping: settings.striping(),
         }

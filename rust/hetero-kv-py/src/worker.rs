@@ -5,41 +5,53 @@ use std::time::Duration;
 
 use hetero_kv_core::layout::RankCache;
 use hetero_kv_core::step::StepOrders;
-use hetero_kv_transport::worker::{LoadReport, WorkerSide};
+use hetero_kv_transport::worker::{LoadReport, WorkerOptions, WorkerSide};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde_json::json;
 
+use crate::detached::Detached;
 use crate::error;
 use crate::options::WorkerStart;
 
 /// Worker side of one rank: lease page, data listener, reader.
 #[pyclass(frozen, module = "hetero_kv._core")]
 pub(crate) struct Worker {
-    side: Mutex<WorkerSide>,
+    side: Mutex<Detached<WorkerSide>>,
 }
 
 #[pymethods]
 impl Worker {
     /// Takes the rank's KV cache as JSON (`regions` by address and length, `layers` by strides).
     ///
-    /// The caller keeps the tensors behind the regions alive until this object is gone.
+    /// `mori` is a `hetero_kv.mori.Library`, for that transport. The caller keeps the tensors behind
+    /// the regions alive until this object is gone.
     #[new]
+    #[pyo3(signature = (options_json, cache_json, mori=None))]
     #[allow(unsafe_code)]
-    fn new(py: Python<'_>, options_json: &str, cache_json: &str) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        options_json: &str,
+        cache_json: &str,
+        mori: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let start: WorkerStart =
             serde_json::from_str(options_json).map_err(|e| error::value("worker options", e))?;
         let cache: RankCache =
             serde_json::from_str(cache_json).map_err(|e| error::value("KV cache", e))?;
+        let options = WorkerOptions {
+            mori: mori.map(crate::mori::library),
+            ..start.options()
+        };
         let side = py.detach(|| {
             // SAFETY: `hetero_kv.worker.WorkerConnector` builds the regions from the storages of
             // the tensors that vLLM registered and holds on to those tensors for longer than to
             // this object; torch moves no storage, and no Rust reference to them is ever made.
-            unsafe { WorkerSide::start(start.place(), cache, start.options()) }
+            unsafe { WorkerSide::start(start.place(), cache, options) }
         });
         let side = side.map_err(|e| error::system("worker", e))?;
         Ok(Self {
-            side: Mutex::new(side),
+            side: Mutex::new(Detached::new(side)),
         })
     }
 
@@ -105,7 +117,7 @@ impl Worker {
 }
 
 impl Worker {
-    fn side(&self) -> MutexGuard<'_, WorkerSide> {
+    fn side(&self) -> MutexGuard<'_, Detached<WorkerSide>> {
         self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

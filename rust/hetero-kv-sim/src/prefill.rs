@@ -190,6 +190,7 @@ impl World {
                         port: data_port(p, shape.index(tp, pp)),
                     }),
                     verbs: None,
+                    mori: None,
                 },
             });
             ranks.push(HolderRank {

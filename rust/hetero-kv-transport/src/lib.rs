@@ -10,6 +10,7 @@
 //! | `process` | yes | reader reads the lease page after the data | 1 | same host, permission to read the other process |
 //! | `verbs` | yes | reader reads the lease page after the data | 1 | an RDMA device on both sides, libibverbs |
 //! | `tcp` | no | holder checks the lease before and after it sends | socket | a route |
+//! | `mori` | yes | reader reads the lease page after the data | none | `amd-mori`, an RDMA device |
 //!
 //! What every transport promises is written at [`transport::Connection`] and proven by one
 //! conformance suite, which runs each transport against a holder in a process of its own.
@@ -19,6 +20,7 @@ pub mod control;
 pub mod error;
 pub mod lease_page;
 pub mod memory;
+pub mod mori;
 pub mod net;
 pub mod process;
 pub mod reader;

@@ -29,6 +29,7 @@ pub use stats::{PeerStats, ReaderStats};
 use crate::clock::{now, time_left};
 use crate::error::ReadFailureKind;
 use crate::memory::LocalMemory;
+use crate::mori::MoriTransport;
 use crate::transport::Source;
 use crate::verbs;
 use job::{DoneQueue, Job};
@@ -36,12 +37,14 @@ use session::{Session, SessionHandle};
 use work::Piece;
 
 /// How a reader behaves.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ReaderOptions {
     /// Which transport to use.
     pub choice: TransportChoice,
     /// The device that `verbs` reads by; it has the reader's memory registered.
     pub verbs: Option<Arc<verbs::Node>>,
+    /// The MoRI-IO engine, for [`TransportChoice::Mori`].
+    pub mori: Option<Arc<MoriTransport>>,
     /// Longest time to reach a source.
     pub connect_timeout: Duration,
     /// Time in which a stopped job has to be quiescent; later it counts as unquiesced, is logged
@@ -60,6 +63,7 @@ impl Default for ReaderOptions {
         Self {
             choice: TransportChoice::Auto,
             verbs: None,
+            mori: None,
             connect_timeout: Duration::from_secs(5),
             quiesce_timeout: Duration::from_secs(10),
             session_idle_timeout: Duration::from_secs(600),

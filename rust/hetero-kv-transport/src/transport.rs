@@ -1,5 +1,4 @@
-//! What a transport is: the traits that `process`, `verbs` and `tcp` implement, written so that
-//! MoRI-IO fits behind them too.
+//! What a transport is: the traits that `process`, `verbs`, `tcp` and `mori` implement.
 
 use std::fmt;
 use std::ops::Range;
@@ -25,6 +24,8 @@ pub enum TransportName {
     Verbs,
     /// TCP.
     Tcp,
+    /// AMD's MoRI-IO engine.
+    Mori,
 }
 
 impl TransportName {
@@ -34,6 +35,7 @@ impl TransportName {
             Self::Process => "process",
             Self::Verbs => "verbs",
             Self::Tcp => "tcp",
+            Self::Mori => "mori",
         }
     }
 }

@@ -110,6 +110,7 @@ impl Rank {
                 Transport::Verbs => VerbsUse::Required(VerbsOptions::default()),
                 Transport::Process | Transport::Tcp | Transport::Mori => VerbsUse::Off,
             },
+            mori: None,
             block_size: engine.model.block_size,
             striping: match engine.stripe_bytes_min {
                 0 => Striping::OFF,

@@ -1,7 +1,7 @@
 use super::*;
 use crate::layout::{LayerCache, Part, RankCache};
 use crate::testing::{cards, identity};
-use crate::wire::card::WorkerCard;
+use crate::wire::card::{Endpoints, MoriEndpoint, WorkerCard};
 use crate::wire::message::EngineIdentity;
 
 /// A card whose layers have, and have not, what may be left out.
@@ -38,6 +38,27 @@ fn staged_card() -> WorkerCard {
     WorkerCard { cache, ..plain }
 }
 
+/// A card that offers the last way to read it and not the ones before.
+fn offering_mori_alone() -> WorkerCard {
+    let endpoints = Endpoints {
+        mori: Some(MoriEndpoint {
+            version: "1.2.4".into(),
+            host: "10.0.0.1".into(),
+            port: 7000,
+            engine: vec![1, 2],
+            memories: Vec::new(),
+            lease_page: vec![3],
+            lease_slots: 4,
+            lease_page_nonce: 5,
+        }),
+        ..Endpoints::default()
+    };
+    WorkerCard {
+        endpoints,
+        ..cards(1).remove(0)
+    }
+}
+
 #[test]
 fn orders_come_out_as_they_went_in_whatever_of_them_was_left_out() {
     for dp_size in [1, 4] {
@@ -50,7 +71,7 @@ fn orders_come_out_as_they_went_in_whatever_of_them_was_left_out() {
                 peer: PeerId(7),
                 layout: Layout {
                     from,
-                    workers: vec![staged_card(), cards(1).remove(0)],
+                    workers: vec![staged_card(), offering_mori_alone(), cards(1).remove(0)],
                 },
             }],
             pending: 3,

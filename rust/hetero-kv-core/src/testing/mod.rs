@@ -131,6 +131,7 @@ pub(crate) fn card(tp_rank: u32, heads_held: u32) -> WorkerCard {
                 port: 5000,
             }),
             verbs: None,
+            mori: None,
         },
     }
 }

@@ -33,6 +33,9 @@ pub struct Endpoints {
     /// builds that do not know it skip it where it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub verbs: Option<VerbsEndpoint>,
+    /// By MoRI-IO. Not written where it is not offered, so that older readers see what they know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mori: Option<MoriEndpoint>,
 }
 
 /// How another process of the same host reads this one's memory.
@@ -92,4 +95,40 @@ pub struct VerbsEndpoint {
     pub lease_slots: u32,
     /// First word of the lease page; drawn at random at each start.
     pub lease_page_nonce: u64,
+}
+
+/// A MoRI-IO engine that has a worker's memory registered. Descriptors are the engine's own packed
+/// bytes, which nobody but another engine reads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoriEndpoint {
+    /// Version of the `amd-mori` package.
+    pub version: String,
+    /// IPv4 address of the engine's listener.
+    pub host: String,
+    /// Port of the engine's listener.
+    pub port: u16,
+    /// Descriptor of the engine.
+    #[serde(with = "serde_bytes")]
+    pub engine: Vec<u8>,
+    /// Registered memories; each region of the worker's cache lies in one.
+    pub memories: Vec<MoriStorage>,
+    /// Descriptor of the lease page's memory; [`crate::lease_page`] says how it is laid out.
+    #[serde(with = "serde_bytes")]
+    pub lease_page: Vec<u8>,
+    /// Slots on the lease page.
+    pub lease_slots: u32,
+    /// First word of the lease page; drawn at random at each start.
+    pub lease_page_nonce: u64,
+}
+
+/// Memory that a MoRI-IO engine has registered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoriStorage {
+    /// First byte's address in the owner.
+    pub base: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Descriptor of it.
+    #[serde(with = "serde_bytes")]
+    pub descriptor: Vec<u8>,
 }

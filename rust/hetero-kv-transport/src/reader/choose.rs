@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use hetero_kv_core::time::Time;
 
-use super::ReaderOptions;
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::LocalMemory;
+use crate::mori::MoriTransport;
 use crate::process::ProcessTransport;
+use crate::reader::ReaderOptions;
 use crate::tcp::TcpTransport;
 use crate::transport::{Capabilities, Connection, Interrupt, Source, Transport, TransportName};
 use crate::verbs::VerbsTransport;
@@ -25,11 +26,13 @@ pub enum TransportChoice {
     Verbs,
     /// Only `tcp`.
     Tcp,
+    /// Only `mori`. Never taken by itself: its engine keeps a processor busy.
+    Mori,
 }
 
 /// What stands behind a name.
 enum Candidate {
-    Usable(Box<dyn Transport>),
+    Usable(Arc<dyn Transport>),
     /// Why this process cannot use it, whatever the source offers.
     Missing(&'static str),
 }
@@ -46,17 +49,22 @@ impl TransportChoice {
             Self::Process => &[TransportName::Process],
             Self::Verbs => &[TransportName::Verbs],
             Self::Tcp => &[TransportName::Tcp],
+            Self::Mori => &[TransportName::Mori],
         }
     }
 }
 
 fn candidate(name: TransportName, options: &ReaderOptions) -> Candidate {
     match name {
-        TransportName::Process => Candidate::Usable(Box::new(ProcessTransport)),
-        TransportName::Tcp => Candidate::Usable(Box::new(TcpTransport)),
+        TransportName::Process => Candidate::Usable(Arc::new(ProcessTransport)),
+        TransportName::Tcp => Candidate::Usable(Arc::new(TcpTransport)),
         TransportName::Verbs => match &options.verbs {
-            Some(node) => Candidate::Usable(Box::new(VerbsTransport::new(Arc::clone(node)))),
+            Some(node) => Candidate::Usable(Arc::new(VerbsTransport::new(Arc::clone(node)))),
             None => Candidate::Missing("this rank has no RDMA device open"),
+        },
+        TransportName::Mori => match &options.mori {
+            Some(mori) => Candidate::Usable(Arc::<MoriTransport>::clone(mori)),
+            None => Candidate::Missing("no engine of it was started"),
         },
     }
 }
@@ -76,9 +84,9 @@ pub(super) fn connect(
     deadline: Time,
     interrupt: &Interrupt<'_>,
 ) -> Result<Chosen, TransportError> {
+    let choice = options.choice;
     let mut failed: Vec<TransportError> = Vec::new();
     let mut reasons = Vec::new();
-    let choice = options.choice;
     for &name in choice.names() {
         let transport = match candidate(name, options) {
             Candidate::Usable(transport) => transport,
@@ -100,7 +108,10 @@ pub(super) fn connect(
                     (TransportChoice::Auto, true) => "best offered, probe passed".into(),
                     (TransportChoice::Auto, false) => reasons.join("; "),
                     (
-                        TransportChoice::Process | TransportChoice::Verbs | TransportChoice::Tcp,
+                        TransportChoice::Process
+                        | TransportChoice::Verbs
+                        | TransportChoice::Tcp
+                        | TransportChoice::Mori,
                         _,
                     ) => "set by choice".into(),
                 };

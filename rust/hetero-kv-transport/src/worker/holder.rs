@@ -5,6 +5,7 @@ use std::sync::Arc;
 use hetero_kv_core::ids::LeaseRef;
 
 use crate::lease_page::LeasePage;
+use crate::mori::MoriHolder;
 use crate::process::ProcessHolder;
 use crate::tcp::{DataServer, HolderPlace};
 
@@ -13,6 +14,8 @@ pub(super) struct Holder {
     pub(super) server: Option<DataServer>,
     /// Keeps the nonce that readers probe.
     pub(super) _process: Option<ProcessHolder>,
+    /// Keeps the memory registered.
+    pub(super) _mori: Option<MoriHolder>,
     pub(super) named: bool,
 }
 

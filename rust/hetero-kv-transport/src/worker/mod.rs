@@ -25,6 +25,7 @@ use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 use crate::clock;
 use crate::lease_page::LeasePage;
 use crate::memory::{LocalMemory, MemoryError};
+use crate::mori::{MoriError, MoriHolder, MoriHost, MoriHostError, MoriLibrary, MoriTransport};
 use crate::reader::{Reader, ReaderOptions, ReaderStats};
 use crate::scheduler::Roles;
 use crate::tcp::{DataServer, HolderPlace, ServeError, ServerOptions, ServerStats};
@@ -53,7 +54,7 @@ pub struct WorkerPlace {
 }
 
 /// Settings of the worker side.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct WorkerOptions {
     /// Which sides to run.
     pub roles: Roles,
@@ -71,6 +72,8 @@ pub struct WorkerOptions {
     pub offer_tcp: bool,
     /// Whether and how RDMA is used, by either side.
     pub verbs: VerbsUse,
+    /// MoRI-IO, where it is set: its endpoint is announced, and sources are read by it.
+    pub mori: Option<Arc<dyn MoriLibrary>>,
     /// Tokens of a block of this engine.
     pub block_size: u32,
     /// When a read is split over several sources.
@@ -106,6 +109,12 @@ pub enum WorkerError {
     /// RDMA is required and cannot be used.
     #[error("transport verbs: {0}")]
     Verbs(#[from] VerbsError),
+    /// MoRI-IO.
+    #[error("transport mori: {0}")]
+    Mori(#[from] MoriError),
+    /// The address for MoRI-IO.
+    #[error(transparent)]
+    MoriHost(#[from] MoriHostError),
     /// A region outside of the words that [`WorkerSide::start_on`] was given.
     #[error("KV cache: region {0} lies outside of the memory given")]
     Elsewhere(usize),
@@ -245,6 +254,10 @@ impl WorkerSide {
             .then(|| LeasePage::new(options.lease_slots).map(Arc::new))
             .transpose()
             .map_err(WorkerError::Page)?;
+        let mori = match &options.mori {
+            Some(library) => Some((Arc::clone(library), MoriHost::new(&options.server.address)?)),
+            None => None,
+        };
         let node = open_verbs(&options, &memory, page.as_ref())?;
         let holder = if let Some(page) = page {
             let process = if options.offer_process {
@@ -272,24 +285,37 @@ impl WorkerSide {
             } else {
                 None
             };
+            let mori = match &mori {
+                Some((library, host)) => Some(MoriHolder::start(
+                    library.as_ref(),
+                    host,
+                    Arc::clone(&memory),
+                    Arc::clone(&page),
+                )?),
+                None => None,
+            };
+            endpoints.mori = mori.as_ref().map(|holder| holder.endpoint().clone());
             Some(Holder {
                 page,
                 server,
                 _process: process,
+                _mori: mori,
                 named: false,
             })
         } else {
             None
         };
         let consumer = if options.roles.consumer {
+            let mut reader = ReaderOptions {
+                verbs: node,
+                ..options.reader
+            };
+            if let Some((library, host)) = mori {
+                let transport = MoriTransport::start(library, host, &memory)?;
+                reader.mori = Some(Arc::new(transport));
+            }
             Some(ConsumerRank::new(
-                Reader::start(
-                    Arc::clone(&memory),
-                    ReaderOptions {
-                        verbs: node,
-                        ..options.reader
-                    },
-                ),
+                Reader::start(Arc::clone(&memory), reader),
                 options.block_size,
                 options.striping,
             ))

@@ -88,8 +88,11 @@ fn options(producer: bool, choice: TransportChoice) -> WorkerOptions {
         verbs: match choice {
             TransportChoice::Auto => VerbsUse::IfThere(VerbsOptions::default()),
             TransportChoice::Verbs => VerbsUse::Required(VerbsOptions::default()),
-            TransportChoice::Process | TransportChoice::Tcp => VerbsUse::Off,
+            TransportChoice::Process | TransportChoice::Tcp | TransportChoice::Mori => {
+                VerbsUse::Off
+            }
         },
+        mori: None,
         block_size: 16,
         striping: Striping::OFF,
     }

@@ -124,7 +124,9 @@ fn a_killed_source_that_comes_back_is_read_at_once(transport: TransportName) {
     let kind = failure_kind(&wait_one(&reader));
     let expected = match transport {
         TransportName::Process => ReadFailureKind::PeerLost,
-        TransportName::Verbs | TransportName::Tcp => ReadFailureKind::Incarnation,
+        TransportName::Verbs | TransportName::Tcp | TransportName::Mori => {
+            ReadFailureKind::Incarnation
+        }
     };
     assert_eq!(kind, expected);
     reader

@@ -166,6 +166,7 @@ fn holder_process() {
             process: Some(readable.endpoint().clone()),
             verbs: node.and_then(|node| node.endpoint(server.endpoint())),
             tcp: Some(server.endpoint().clone()),
+            mori: None,
         },
         regions: buffers.iter().map(Buffer::region).collect(),
     });
@@ -354,6 +355,7 @@ pub(crate) fn reader_with(
             TransportName::Process => TransportChoice::Process,
             TransportName::Verbs => TransportChoice::Verbs,
             TransportName::Tcp => TransportChoice::Tcp,
+            TransportName::Mori => TransportChoice::Mori,
         },
         verbs: (transport == TransportName::Verbs)
             .then(|| rdma_node(&memory, None).expect("there is a device")),

@@ -46,6 +46,7 @@ fn worker() -> WorkerCard {
                 port: 5000,
             }),
             verbs: None,
+            mori: None,
         },
         ..card(0, 2)
     }
