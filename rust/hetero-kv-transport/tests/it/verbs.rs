@@ -120,6 +120,47 @@ fn queue_pairs_that_cannot_be_made_are_refused_in_words() {
     assert!(nobody, "a connection stays");
 }
 
+/// All of a read is in the device when it is cancelled. What stands at the report stays: whatever
+/// comes later would hit blocks that were handed back.
+#[test]
+fn a_cancelled_read_writes_nothing_after_its_report() {
+    if !rdma_here() {
+        return;
+    }
+    const BYTES: usize = 32 << 20;
+    let holder = Holder::start(HolderConfig {
+        region_bytes: vec![BYTES],
+        ..HolderConfig::default()
+    });
+    let buffers = [Buffer::new(BYTES, 0)];
+    let reader = reader(&buffers, TransportName::Verbs);
+    reader
+        .submit(job(99, &holder.source, &run(4096)))
+        .expect("taken");
+    wait_one(&reader).outcome.expect("connected");
+    let mut midway = 0;
+    for attempt in 0..12 {
+        buffers[0].fill_with(|_| 0);
+        reader
+            .submit(job(attempt, &holder.source, &run(BYTES as u64)))
+            .expect("taken");
+        thread::sleep(Duration::from_millis(1 + attempt));
+        reader.cancel(attempt);
+        while !reader.wait(Duration::from_secs(10)) {}
+        // At once: a late write is seen only while it is still to come.
+        let at_report = buffers[0].copied();
+        let done = reader.drain().remove(0);
+        thread::sleep(Duration::from_millis(300));
+        assert!(
+            buffers[0].copied() == at_report,
+            "attempt {attempt} wrote after its report"
+        );
+        let arrived = at_report.iter().any(|&byte| byte != 0);
+        midway += u32::from(done.outcome.is_err() && arrived);
+    }
+    assert!(midway > 0, "no cancel hit a read in its middle");
+}
+
 /// Keys that are not the holder's own read nothing, and the next job goes well.
 #[test]
 fn a_wrong_key_is_refused_by_the_holders_device() {
