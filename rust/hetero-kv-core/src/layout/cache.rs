@@ -50,8 +50,7 @@ pub struct Part {
     pub row_bytes: u64,
     /// Tokens of a block, where the bytes of each can be told apart: `rows` is then this (a row per
     /// token) or 1 (all tokens one after another in one row). 0: the page is opaque and moves only
-    /// whole, between blocks of one size. The last field, because it may be left out where fields
-    /// are told apart by position (step orders).
+    /// whole, between blocks of one size.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub block_tokens: u32,
 }

@@ -38,8 +38,7 @@ pub struct EngineIdentity {
     pub tp_size: u32,
     /// Stages in the pipeline.
     pub pp_size: u32,
-    /// Data parallel ranks of its instance, for the RFC's round robin alone. May be left out, so it
-    /// is the last field: step orders carry fields by position.
+    /// Data parallel ranks of its instance, for the RFC's round robin alone.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub dp_size: u32,
 }
