@@ -79,7 +79,8 @@ test-vllm: needs install-env ## All tests on real vLLM engines
 .PHONY: test-cargo
 test-cargo: ## cargo tests only; needs neither Python nor vLLM
 	$(call stage,cargo test,if cargo nextest --version >/dev/null 2>&1; \
-		then cargo nextest run --release --locked; else cargo test --release --locked; fi)
+		then cargo nextest run --release --locked && cargo test --release --locked --doc \
+			-p hetero-kv-core -p hetero-kv-transport; else cargo test --release --locked; fi)
 
 # The wheel of this checkout, whatever the environment has installed.
 .PHONY: test-rdma

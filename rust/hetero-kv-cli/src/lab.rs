@@ -5,6 +5,7 @@
 //! router: a prefill leg, its params, a decode leg. Ranks fill blocks with bytes that say where they
 //! belong, and compare every byte that they load.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -27,6 +28,7 @@ mod rank;
 mod relay;
 mod report;
 mod router;
+mod trace;
 
 pub(crate) use engine::main as engine_main;
 pub(crate) use rank::main as rank_main;
@@ -119,6 +121,10 @@ pub(crate) struct Args {
     /// Reads of at least so many bytes are split over up to 8 holders of the same heads; 0: never
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     stripe_bytes_min: u64,
+    /// Write a JSON line for each request and source: whom the session, the connection, the read and
+    /// the acknowledgement name
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Print JSON only
     #[arg(long)]
     json: bool,

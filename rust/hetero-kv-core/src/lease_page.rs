@@ -29,3 +29,6 @@ pub fn page_bytes(slots: u32) -> usize {
 pub fn slot_offset_bytes(slot: Slot) -> usize {
     8 + 8 * slot.0 as usize
 }
+
+#[cfg(test)]
+mod tests;

@@ -60,6 +60,120 @@ pub struct Capabilities {
 }
 
 /// One source rank: where it is, how it can be read, and where its memory lies.
+///
+/// No call takes a peer beside it. A session is found by the route, a connection dials the source,
+/// a read is of the source, an acknowledgement goes to the engine that granted the lease:
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use hetero_kv_core::ids::*;
+/// # use hetero_kv_core::plan::{Route, RankPlan, Owner};
+/// # use hetero_kv_core::time::Time;
+/// # use hetero_kv_core::wire::card::Endpoints;
+/// # use hetero_kv_core::wire::message::Ack;
+/// # use hetero_kv_transport::error::TransportError;
+/// # use hetero_kv_transport::memory::LocalMemory;
+/// # use hetero_kv_transport::reader::{PieceRuns, ReadPiece};
+/// # use hetero_kv_transport::transport::{Connection, Interrupt, Source, Transport};
+/// fn read(plan: &RankPlan, owner: &Owner, endpoints: Endpoints) -> ReadPiece {
+///     let route = plan.routes(owner, PpRank(0)).remove(0);
+///     let source = Source { route, endpoints, regions: Vec::new() };
+///     ReadPiece { source: Arc::new(source), runs: PieceRuns::Listed(Vec::new()) }
+/// }
+///
+/// fn dial(
+///     transport: &dyn Transport,
+///     source: &Source,
+///     memory: Arc<LocalMemory>,
+///     deadline: Time,
+///     interrupt: &Interrupt<'_>,
+/// ) -> Result<Box<dyn Connection>, TransportError> {
+///     transport.connect(source, memory, deadline, interrupt)
+/// }
+///
+/// fn acknowledge(transfer_id: TransferId) -> Ack {
+///     Ack { transfer_id, ranks: vec![(TpRank(0), PpRank(0))], number: None }
+/// }
+/// ```
+///
+/// None of these compiles with a second one named beside it. A session:
+///
+/// ```compile_fail,E0560
+/// # use std::sync::Arc;
+/// # use hetero_kv_core::ids::*;
+/// # use hetero_kv_core::plan::{Route, RankPlan, Owner};
+/// # use hetero_kv_core::time::Time;
+/// # use hetero_kv_core::wire::card::Endpoints;
+/// # use hetero_kv_core::wire::message::Ack;
+/// # use hetero_kv_transport::error::TransportError;
+/// # use hetero_kv_transport::memory::LocalMemory;
+/// # use hetero_kv_transport::reader::{PieceRuns, ReadPiece};
+/// # use hetero_kv_transport::transport::{Connection, Interrupt, Source, Transport};
+/// fn source(route: Route, engine: EngineId, endpoints: Endpoints) -> Source {
+///     Source { route, engine, endpoints, regions: Vec::new() }
+/// }
+/// ```
+///
+/// a dialled address:
+///
+/// ```compile_fail,E0061
+/// # use std::sync::Arc;
+/// # use hetero_kv_core::ids::*;
+/// # use hetero_kv_core::plan::{Route, RankPlan, Owner};
+/// # use hetero_kv_core::time::Time;
+/// # use hetero_kv_core::wire::card::Endpoints;
+/// # use hetero_kv_core::wire::message::Ack;
+/// # use hetero_kv_transport::error::TransportError;
+/// # use hetero_kv_transport::memory::LocalMemory;
+/// # use hetero_kv_transport::reader::{PieceRuns, ReadPiece};
+/// # use hetero_kv_transport::transport::{Connection, Interrupt, Source, Transport};
+/// fn dial(
+///     transport: &dyn Transport,
+///     source: &Source,
+///     tp_rank: TpRank,
+///     memory: Arc<LocalMemory>,
+///     deadline: Time,
+///     interrupt: &Interrupt<'_>,
+/// ) -> Result<Box<dyn Connection>, TransportError> {
+///     transport.connect(source, tp_rank, memory, deadline, interrupt)
+/// }
+/// ```
+///
+/// a read:
+///
+/// ```compile_fail,E0560
+/// # use std::sync::Arc;
+/// # use hetero_kv_core::ids::*;
+/// # use hetero_kv_core::plan::{Route, RankPlan, Owner};
+/// # use hetero_kv_core::time::Time;
+/// # use hetero_kv_core::wire::card::Endpoints;
+/// # use hetero_kv_core::wire::message::Ack;
+/// # use hetero_kv_transport::error::TransportError;
+/// # use hetero_kv_transport::memory::LocalMemory;
+/// # use hetero_kv_transport::reader::{PieceRuns, ReadPiece};
+/// # use hetero_kv_transport::transport::{Connection, Interrupt, Source, Transport};
+/// fn read(source: Arc<Source>, tp_rank: TpRank) -> ReadPiece {
+///     ReadPiece { source, tp_rank, runs: PieceRuns::Listed(Vec::new()) }
+/// }
+/// ```
+///
+/// an acknowledgement:
+///
+/// ```compile_fail,E0560
+/// # use std::sync::Arc;
+/// # use hetero_kv_core::ids::*;
+/// # use hetero_kv_core::plan::{Route, RankPlan, Owner};
+/// # use hetero_kv_core::time::Time;
+/// # use hetero_kv_core::wire::card::Endpoints;
+/// # use hetero_kv_core::wire::message::Ack;
+/// # use hetero_kv_transport::error::TransportError;
+/// # use hetero_kv_transport::memory::LocalMemory;
+/// # use hetero_kv_transport::reader::{PieceRuns, ReadPiece};
+/// # use hetero_kv_transport::transport::{Connection, Interrupt, Source, Transport};
+/// fn acknowledge(transfer_id: TransferId, engine: EngineId) -> Ack {
+///     Ack { transfer_id, engine, ranks: vec![(TpRank(0), PpRank(0))], number: None }
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     /// Which rank.
@@ -139,6 +253,12 @@ pub trait Transport: Send + Sync {
 pub trait Connection: Send {
     /// Which transport it is of.
     fn transport(&self) -> TransportName;
+
+    /// Whom it really speaks to, asked of the system and not of the plan: the address of the
+    /// socket's other end, or `pid N`. `None` where a transport cannot tell.
+    fn dialled(&self) -> Option<Arc<str>> {
+        None
+    }
 
     /// Takes a batch. Never blocks and never waits for the peer. The caller keeps to the
     /// transport's [`Capabilities`]; a batch with a run outside the memory of either side is

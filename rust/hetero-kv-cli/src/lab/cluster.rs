@@ -14,9 +14,10 @@ use rustix::process::{
 use super::config::Plan;
 use super::fault::{Fault, Kind, Role};
 use super::host;
-use super::ipc::{self, EngineConfig, FromEngine, RankProcess, ToEngine};
+use super::ipc::{self, EngineConfig, FromEngine, RankName, RankProcess, ToEngine};
 use super::model::mix;
 use super::relay::ControlRelay;
+use super::trace::{Directory, EnginePlace};
 use super::{PATIENCE, Policy};
 
 /// Slots of a lease page at least; more where more requests are under way.
@@ -63,6 +64,13 @@ pub(super) struct Engine {
 impl Engine {
     pub(super) fn id(&self) -> &str {
         &self.config.engine_id
+    }
+
+    pub(super) fn place(&self) -> EnginePlace {
+        EnginePlace {
+            instance: self.instance,
+            dp: self.dp,
+        }
     }
 
     /// Whether a fault is meant for this engine.
@@ -278,6 +286,7 @@ impl Cluster {
             | FromEngine::PrefillAborted { .. }
             | FromEngine::Decoded { .. }
             | FromEngine::Figures(_)
+            | FromEngine::Acknowledged(_)
             | FromEngine::Swept { .. } => bail!("engine {} speaks too early", engine.id()),
         }
         let started = &self.engines[index];
@@ -327,6 +336,32 @@ impl Cluster {
                 None => break,
             }
         }
+    }
+}
+
+impl Directory for Cluster {
+    fn engine(&self, name: &RankName) -> Option<EnginePlace> {
+        self.engines
+            .iter()
+            .find(|engine| engine.id() == name.engine && engine.incarnation == name.incarnation)
+            .map(Engine::place)
+    }
+
+    fn at_address(&self, dialled: &str) -> Option<(EnginePlace, u32, u32)> {
+        let prefill = self
+            .engines
+            .iter()
+            .filter(|engine| engine.role == Role::Prefill);
+        let is_there = |rank: &RankProcess| match dialled.strip_prefix("pid ") {
+            Some(pid) => pid.parse() == Ok(rank.pid),
+            None => rank
+                .data_port
+                .is_some_and(|port| dialled == format!("{}:{port}", host::LOCALHOST)),
+        };
+        prefill
+            .flat_map(|engine| engine.ranks.iter().map(move |rank| (engine, rank)))
+            .find(|(_, rank)| is_there(rank))
+            .map(|(engine, rank)| (engine.place(), rank.tp, rank.pp))
     }
 }
 
@@ -394,6 +429,7 @@ fn engine_config(
         },
         stripe_bytes_min: plan.stripe_bytes_min,
         recompute: plan.recompute,
+        trace: plan.trace.is_some() && role == Role::Prefill,
         limited,
         seed: mix(plan.seed ^ (letter as u64) << 48 ^ u64::from(instance) << 24 ^ u64::from(dp)),
     }

@@ -1,5 +1,7 @@
 //! Flags of `hetero-kv lab` become a checked plan of what to run.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result, bail, ensure};
 use hetero_kv_core::layout::KvHeads;
 use hetero_kv_core::plan::{EngineShape, InstanceShape, KvShape, Pairing};
@@ -42,6 +44,7 @@ pub(super) struct Plan {
     pub(super) blocks: (u32, u32),
     pub(super) memory_bytes: u64,
     pub(super) seed: u64,
+    pub(super) trace: Option<PathBuf>,
 }
 
 impl Plan {
@@ -133,6 +136,7 @@ impl Plan {
             blocks: (0, 0),
             memory_bytes: 0,
             seed: args.seed,
+            trace: args.trace.clone(),
         };
         plan.size(args.blocks)?;
         plan.check_descriptors()?;

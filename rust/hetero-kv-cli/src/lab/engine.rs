@@ -42,9 +42,9 @@ const PREFILLS_PER_STEP: usize = 16;
 /// Serves the coordinator until that is gone or says stop.
 pub(crate) fn main() -> Result<()> {
     host::die_with_parent()?;
-    host::log_to_stderr();
     let mut input = io::stdin();
     let config: EngineConfig = ipc::receive(&mut input).context("the engine's configuration")?;
+    host::log_to_stderr(config.trace);
     let (commands, received) = mpsc::channel();
     thread::Builder::new()
         .name("lab-commands".into())
@@ -72,6 +72,7 @@ pub(crate) fn main() -> Result<()> {
 /// A rank's process as its engine holds it.
 struct RankPipe {
     tp: u32,
+    pp: u32,
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
@@ -118,6 +119,7 @@ impl Engine {
                 ipc::send(&mut input, &rank).context("a rank's process")?;
                 ranks.push(RankPipe {
                     tp: tp_rank,
+                    pp: pp_rank,
                     child,
                     input,
                     output: BufReader::new(output),
@@ -136,6 +138,10 @@ impl Engine {
                 }
             }
         }
+        let data_ports: Vec<Option<u16>> = workers
+            .iter()
+            .map(|card| card.endpoints.tcp.as_ref().map(|tcp| tcp.port))
+            .collect();
         let incarnation = u64::from_le_bytes(random_bytes().context("random bytes")?);
         let side = side::start(&config, incarnation, workers)?;
         let started = FromEngine::Started {
@@ -143,9 +149,12 @@ impl Engine {
             incarnation,
             ranks: ranks
                 .iter()
-                .map(|rank| RankProcess {
+                .zip(data_ports)
+                .map(|(rank, data_port)| RankProcess {
                     tp: rank.tp,
+                    pp: rank.pp,
                     pid: rank.child.id(),
+                    data_port,
                 })
                 .collect(),
         };
@@ -241,6 +250,7 @@ impl Engine {
                 }
             }
             ToEngine::Figures => {
+                self.tell_acknowledged(output)?;
                 let figures = FromEngine::Figures(self.figures());
                 ipc::send(output, &figures)?;
             }
@@ -315,7 +325,18 @@ impl Engine {
             self.count(rank);
         }
         self.deliver(output)?;
+        self.tell_acknowledged(output)?;
         Ok(empty && !reported)
+    }
+
+    /// In a step, since an engine with blocks to free keeps stepping, and before figures, so that
+    /// whoever sees nothing held has heard of every acknowledgement.
+    fn tell_acknowledged(&self, output: &mut Stdout) -> Result<()> {
+        let transfers = host::take_acknowledged();
+        if transfers.is_empty() {
+            return Ok(());
+        }
+        Ok(ipc::send(output, &FromEngine::Acknowledged(transfers))?)
     }
 
     fn count(&mut self, stepped: Stepped) {

@@ -1,13 +1,23 @@
 //! What a lab takes from the host: processes, memory, descriptors, figures of `/proc`.
 
+use std::fmt::Debug;
 use std::fs;
 use std::io;
+use std::mem;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result};
+use anyhow::{Context as _, Result};
+use hetero_kv_transport::control::ACKNOWLEDGED;
 use nix::sys::resource::{UsageWho, getrusage};
 use rustix::process::{Resource, Signal, getrlimit, set_parent_process_death_signal};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::filter::{EnvFilter, filter_fn};
+use tracing_subscriber::fmt;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// Every listener of a lab is here.
 pub(super) const LOCALHOST: &str = "127.0.0.1";
@@ -34,15 +44,50 @@ pub(super) fn die_with_parent() -> Result<()> {
     Ok(())
 }
 
-/// The transport's log, filtered by `HETERO_KV_LOG`; without it none.
-pub(super) fn log_to_stderr() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("HETERO_KV_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("off"));
+/// The transport's log, filtered by `HETERO_KV_LOG`; without it none. With `acknowledgements`,
+/// [`take_acknowledged`] has those that this process hears.
+pub(super) fn log_to_stderr(acknowledgements: bool) {
+    let filter = EnvFilter::try_from_env("HETERO_KV_LOG").unwrap_or_else(|_| EnvFilter::new("off"));
+    let log = fmt::layer().with_writer(io::stderr).with_filter(filter);
+    let heard = acknowledgements
+        .then(|| Heard.with_filter(filter_fn(|event| event.target() == ACKNOWLEDGED)));
     // Fails only where a subscriber is set already, which is as good.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
+    let _ = tracing_subscriber::registry()
+        .with(log)
+        .with(heard)
         .try_init();
+}
+
+static ACKNOWLEDGED_TRANSFERS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Transfers whose acknowledgement came since the last call, in hexadecimal.
+pub(super) fn take_acknowledged() -> Vec<String> {
+    let mut transfers = ACKNOWLEDGED_TRANSFERS
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    mem::take(&mut *transfers)
+}
+
+/// Notes the transport's event for each acknowledgement.
+struct Heard;
+
+impl<S: Subscriber> Layer<S> for Heard {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        event.record(&mut TransferIdOf);
+    }
+}
+
+struct TransferIdOf;
+
+impl Visit for TransferIdOf {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        if field.name() == "transfer_id" {
+            ACKNOWLEDGED_TRANSFERS
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(format!("{value:?}"));
+        }
+    }
 }
 
 /// Bytes that can be used without swapping.

@@ -43,6 +43,8 @@ pub(super) struct EngineConfig {
     pub(super) limited: Vec<u32>,
     /// Of the bytes that blocks hold before any request.
     pub(super) seed: u64,
+    /// Whether prefill tells each acknowledgement that it hears.
+    pub(super) trace: bool,
 }
 
 /// Ways to read a rank.
@@ -137,12 +139,17 @@ pub(super) enum FromEngine {
     Swept {
         mismatched_bytes: u64,
     },
+    /// Transfers, in hexadecimal, whose acknowledgement came.
+    Acknowledged(Vec<String>),
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct RankProcess {
     pub(super) tp: u32,
+    pub(super) pp: u32,
     pub(super) pid: u32,
+    /// Where it announced that it listens for reads.
+    pub(super) data_port: Option<u16>,
 }
 
 /// How a request ended on decode.
@@ -153,6 +160,17 @@ pub(super) enum Outcome {
     Recomputed(Option<Reason>),
     Cancelled,
     Failed(Reason),
+}
+
+impl Outcome {
+    pub(super) fn label(&self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Recomputed(_) => "recomputed",
+            Self::Cancelled => "cancelled",
+            Self::Failed(_) => "failed",
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -174,9 +192,27 @@ pub(super) struct Load {
     pub(super) elapsed_us: u64,
 }
 
+/// A source rank as a `Route` names it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RankName {
+    pub(super) engine: String,
+    pub(super) incarnation: u64,
+    pub(super) tp: u32,
+    pub(super) pp: u32,
+}
+
 /// One rank's read of one source rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct SourceRead {
+    /// In hexadecimal.
+    pub(super) transfer_id: String,
+    /// The reading rank: tp and pp.
+    pub(super) reader: (u32, u32),
+    pub(super) source: RankName,
+    /// Key of the session.
+    pub(super) session: Option<RankName>,
+    /// The other end of its connection.
+    pub(super) dialled: Option<String>,
     pub(super) engine: String,
     pub(super) tp: u32,
     pub(super) bytes: u64,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use hetero_kv_core::ids::{DpRank, EngineId, PpRank, TpRank};
-use hetero_kv_core::plan::Striping;
+use hetero_kv_core::plan::{Route, Striping};
 use hetero_kv_core::step::{PeerCard, StepOrders};
 use hetero_kv_core::wire::card::TcpEndpoint;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
@@ -19,8 +19,8 @@ use hetero_kv_transport::worker::{LoadReport, VerbsUse, WorkerOptions, WorkerPla
 use super::fault::Role;
 use super::host;
 use super::ipc::{
-    self, Fill, FromRank, Load, RankConfig, Reason, Received, SourceRead, Step, Stepped, ToRank,
-    Transport,
+    self, Fill, FromRank, Load, RankConfig, RankName, Reason, Received, SourceRead, Step, Stepped,
+    ToRank, Transport,
 };
 use super::memory::{KvMemory, Tag};
 use super::model::Geometry;
@@ -35,7 +35,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Serves its engine until that is gone.
 pub(crate) fn main() -> Result<()> {
     host::die_with_parent()?;
-    host::log_to_stderr();
+    host::log_to_stderr(false);
     let mut input = io::stdin();
     let mut output = io::stdout();
     let config: RankConfig = ipc::receive(&mut input).context("the rank's configuration")?;
@@ -55,7 +55,18 @@ pub(crate) fn main() -> Result<()> {
     }
 }
 
+fn name_of(route: &Route) -> RankName {
+    RankName {
+        engine: route.engine().as_str().to_owned(),
+        incarnation: route.incarnation().0,
+        tp: route.tp_rank().0,
+        pp: route.pp_rank().0,
+    }
+}
+
 struct Rank {
+    /// Its tp and pp.
+    place: (u32, u32),
     side: WorkerSide,
     memory: KvMemory,
     role: Role,
@@ -132,6 +143,7 @@ impl Rank {
         }
         let card = rmp_serde::to_vec_named(&card).context("the worker card")?;
         let rank = Self {
+            place: (config.tp_rank, config.pp_rank),
             side,
             memory,
             role: engine.role,
@@ -229,6 +241,9 @@ impl Rank {
                 }
             }
         }
+        let transfer_id = report
+            .transfer_id
+            .map_or_else(String::new, |id| id.to_string());
         let engine = report
             .engine
             .as_ref()
@@ -248,6 +263,11 @@ impl Rank {
                     .iter()
                     .filter(|read| read.bytes > 0)
                     .map(|read| SourceRead {
+                        transfer_id: transfer_id.clone(),
+                        reader: self.place,
+                        source: name_of(&read.route),
+                        session: read.session.as_ref().map(name_of),
+                        dialled: read.dialled.as_deref().map(str::to_owned),
                         engine: engine.clone(),
                         tp: read.tp_rank.0,
                         bytes: read.bytes,

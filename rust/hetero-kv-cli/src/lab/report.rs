@@ -10,6 +10,7 @@ use serde_json::json;
 use super::config::{Plan, gib};
 use super::fault::Role;
 use super::ipc::Outcome;
+use super::trace::Agreement;
 use crate::output::{Verdict, columns};
 
 /// Loads whose times are kept for the percentiles.
@@ -55,6 +56,8 @@ pub(super) struct Found {
     /// Of the last look at the engines.
     pub(super) breaches: Vec<String>,
     pub(super) not_due: Vec<String>,
+    /// Of `--trace`.
+    pub(super) agreement: Option<Agreement>,
     pub(super) elapsed: Duration,
     pub(super) cpu_s: f64,
     /// Resident bytes by process, after the first quarter of the requests (or the process's
@@ -133,6 +136,10 @@ impl Found {
         unless_zero(self.leases_held, "leases are still alive");
         unless_zero(self.open.0 as u64, "requests are still open on decode");
         unless_zero(self.open.1 as u64, "transfers are still open on decode");
+        unless_zero(
+            self.agreement.as_ref().map_or(0, |found| found.wrong),
+            "reads of which session, connection, read and acknowledgement do not name one rank",
+        );
         unless_zero(self.never_ended, "requests never ended");
         unless_zero(self.unexplained, "requests failed while nothing was broken");
         faults.extend(self.violations.iter().chain(&self.breaches).cloned());
@@ -266,6 +273,15 @@ pub(super) fn table(plan: &Plan, found: &Found) -> String {
             *median as f64 / 1e3,
             *slow as f64 / 1e3,
             *most as f64 / 1e3,
+        ));
+    }
+    if let Some(trace) = &found.agreement {
+        line(format!(
+            "trace       {} of {} reads: session, connection, read and acknowledgement name one \
+             rank; lines in {}",
+            trace.agree,
+            trace.reads,
+            trace.path.display(),
         ));
     }
     let leases: Vec<String> = found

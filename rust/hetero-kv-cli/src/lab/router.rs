@@ -14,6 +14,7 @@ use super::host;
 use super::ipc::{FromEngine, Load, Outcome, Prompt, Reason, ToEngine};
 use super::model::mix;
 use super::report::{Found, Progress};
+use super::trace::Trace;
 
 mod breaking;
 mod choice;
@@ -31,13 +32,21 @@ const MEMORY_LOOK: Duration = Duration::from_millis(500);
 /// Processes that do not start, or a pair that the engines refuse.
 pub(super) fn run(plan: &Plan) -> Result<Found> {
     let cpu_before = host::cpu_seconds();
+    let trace = match &plan.trace {
+        Some(path) => Some(Trace::create(path, !plan.faults.is_empty())?),
+        None => None,
+    };
     let cluster = Cluster::start(plan)?;
-    let mut router = Router::new(plan, cluster);
+    let mut router = Router::new(plan, cluster, trace);
     router.serve()?;
-    router.settle();
+    router.settle()?;
     let Router {
-        mut found, cluster, ..
+        mut found,
+        cluster,
+        trace,
+        ..
     } = router;
+    found.agreement = trace.map(Trace::finish).transpose()?;
     // Waits for every process, whose time counts from then on.
     drop(cluster);
     found.cpu_s = host::cpu_seconds() - cpu_before;
@@ -71,11 +80,12 @@ struct Router<'a> {
     /// When memory was looked at last.
     looked: Instant,
     found: Found,
+    trace: Option<Trace>,
     progress: Progress,
 }
 
 impl<'a> Router<'a> {
-    fn new(plan: &'a Plan, cluster: Cluster) -> Self {
+    fn new(plan: &'a Plan, cluster: Cluster, trace: Option<Trace>) -> Self {
         let now = Instant::now();
         let mut found = Found::default();
         for engine in &cluster.engines {
@@ -101,6 +111,7 @@ impl<'a> Router<'a> {
             last_end: now,
             looked: now,
             found,
+            trace,
             progress: Progress::new(now),
         }
     }
@@ -229,6 +240,7 @@ impl<'a> Router<'a> {
             FromEngine::Started { .. } | FromEngine::StartFailed(_) => {
                 self.cluster.started(index, message)
             }
+            FromEngine::Acknowledged(transfers) => self.acknowledged(index, &transfers),
             FromEngine::Figures(_) | FromEngine::Swept { .. } => Ok(()),
         }
     }
@@ -294,6 +306,10 @@ impl<'a> Router<'a> {
                 .entry(read.transport.clone())
                 .or_default() += 1;
         }
+        if let (Some(trace), Some(state)) = (&mut self.trace, self.in_flight.get(&request)) {
+            let reader = self.cluster.engines[state.engine].place();
+            trace.read(request, outcome.label(), reader, &load.reads, &self.cluster)?;
+        }
         self.found.bytes_mismatched += load.mismatched_bytes;
         if let (Outcome::Ok, true) = (outcome, load.elapsed_us > 0) {
             self.found.bytes_planned += load.planned_bytes;
@@ -307,6 +323,17 @@ impl<'a> Router<'a> {
             bail!("{}: {}", reason.field, reason.text);
         }
         self.end(request, outcome);
+        Ok(())
+    }
+
+    /// What the prefill engine at `index` heard.
+    fn acknowledged(&mut self, index: usize, transfers: &[String]) -> Result<()> {
+        let engine = self.cluster.engines[index].place();
+        if let Some(trace) = &mut self.trace {
+            for transfer_id in transfers {
+                trace.acknowledged(engine, transfer_id)?;
+            }
+        }
         Ok(())
     }
 

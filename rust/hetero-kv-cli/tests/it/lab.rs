@@ -91,6 +91,59 @@ fn pairs_of_unlike_layouts_are_exact() {
     }
 }
 
+/// 1,000 requests over two prefill instances of eight ranks, read by eight decode engines: the key of
+/// each session, the address that it dialled, the rank that was read and the engine that heard the
+/// acknowledgement are one and the same.
+#[test]
+fn a_thousand_requests_name_one_source_four_times() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for transport in ["process", "tcp"] {
+        let path = folder.path().join(transport);
+        let found = lab(&format!(
+            "--prefill 2xdp=1,tp=8 --decode dp=8,tp=1 {MLA} --layers 2 --requests 1000 \
+             --concurrency 64 --prompt-tokens 2-40 --transport {transport} --trace {}",
+            path.display()
+        ));
+        assert_clean(&found);
+        let text = std::fs::read_to_string(&path).expect("the trace");
+        let lines: Vec<Value> = text
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("a line of JSON"))
+            .collect();
+        let (mut requests, mut sources) = (BTreeSet::new(), BTreeSet::new());
+        for line in &lines {
+            let part = |key: &str| {
+                line[key]
+                    .as_str()
+                    .unwrap_or_else(|| panic!("{key}: {line}"))
+            };
+            let read = part("read");
+            assert_eq!(part("session"), read, "{line}");
+            assert_eq!(part("dialled_rank"), read, "{line}");
+            assert!(
+                read.starts_with(&format!("{}.", part("acknowledged"))),
+                "{line}"
+            );
+            let address = part("dialled");
+            assert!(
+                address.starts_with(if transport == "tcp" {
+                    "127.0.0.1:"
+                } else {
+                    "pid "
+                }),
+                "{line}"
+            );
+            assert_eq!(line["agree"], true);
+            requests.insert(line["request"].as_u64());
+            sources.insert(read.to_owned());
+        }
+        // One line each, since one latent is read from one rank; the prompts have two tokens at
+        // least, so each request reads.
+        assert_eq!((lines.len(), requests.len()), (1000, 1000));
+        assert_eq!(sources.len(), 16);
+    }
+}
+
 /// Bytes by the model's own numbers: 40 prompts of 33 tokens, of which 32 are moved.
 #[test]
 fn bytes_are_those_of_the_prompts() {
@@ -409,6 +462,10 @@ fn what_cannot_run_is_refused_by_name() {
         (
             format!("{pair} {MLA} --requests 1 --prompt-tokens 5-2"),
             &["MIN <= MAX"],
+        ),
+        (
+            format!("{pair} {MLA} --requests 1 --trace /nowhere/trace.jsonl"),
+            &["--trace /nowhere/trace.jsonl", "No such file"],
         ),
     ] {
         let run = hetero_kv(&format!("lab {words}"));

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
+use super::Consumer;
 use super::peer::{PeerAddress, PeerState};
 use super::transfer::{Claiming, Phase, Question, Transfer};
-use super::{Consumer, millis_left};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{PpRank, TpRank, TransferId};
 use crate::step::{Extension, PeerId};
@@ -161,28 +161,22 @@ impl Consumer {
             renew_at: asked_at + time / 2,
             renewal: None,
         };
-        let deadline = asked_at + time;
         let siblings: Vec<String> = transfer.siblings.iter().cloned().collect();
         for request_id in siblings {
-            let loading = self
-                .requests
-                .get(&request_id)
-                .and_then(|request| match request.phase {
+            let loading = self.requests.get(&request_id).is_some_and(|request| {
+                matches!(
+                    request.phase,
                     Phase::Loading {
-                        until,
                         cancelled: false,
-                    } => Some(until),
-                    Phase::Loading { .. }
-                    | Phase::Waiting
-                    | Phase::Broken(_)
-                    | Phase::Pending { .. }
-                    | Phase::Reporting
-                    | Phase::Settled => None,
-                });
-            if let Some(until) = loading {
+                        ..
+                    }
+                )
+            });
+            if loading {
                 self.orders.extensions.push(Extension {
                     request_id,
-                    deadline_ms: millis_left(now, deadline.min(until)),
+                    // Set by the step that carries it.
+                    deadline_ms: 0,
                 });
             } else {
                 self.advance(now, &request_id);

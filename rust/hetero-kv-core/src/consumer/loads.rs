@@ -89,7 +89,8 @@ impl Consumer {
                     peer,
                     transfer_id: id,
                     lease: *fence,
-                    deadline_ms: millis_left(now, (*deadline).min(until)),
+                    // Set by the step that carries it.
+                    deadline_ms: 0,
                     choice: SourceChoice::default(),
                     past_token: *past_token,
                     source_block_tokens: theirs,
@@ -109,7 +110,7 @@ impl Consumer {
         }
     }
 
-    /// Time left now to the loads and extensions ordered since the last step. A forward pass may lie
+    /// Sets the time left of the loads and extensions ordered since the last step. A forward pass may lie
     /// between the order and the step that carries it, and that time has been used up.
     pub(super) fn refresh_deadlines(&mut self, now: Time) {
         let left = |request_id: &str| {

@@ -19,6 +19,55 @@ pub struct Owner {
 /// One source rank of one start of one engine. Session key, handshake, dialled address, read and
 /// acknowledgement all take a `Route`, and only a plan makes one: reading from one rank under the
 /// name of another does not compile.
+///
+/// ```
+/// # use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank, TransferId};
+/// # use hetero_kv_core::layout::KvHeads;
+/// # use hetero_kv_core::plan::{Owner, Pairing, Route, SourceChooser};
+/// # let engine = EngineId::new("prefill")?;
+/// # let owner = Owner { engine: engine.clone(), incarnation: Incarnation(1), dp_rank: DpRank(0) };
+/// # let pairing = Pairing::new(2, 1, KvHeads::Latent)?;
+/// # let plan = pairing.rank_plan(TpRank(0), &SourceChooser::new(TransferId([0; 16])))?;
+/// let route: Route = plan.routes(&owner, PpRank(0)).remove(0);
+/// assert_eq!(route.tp_rank(), plan.sources[0].tp_rank);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// The same with one by hand, by its parts:
+///
+/// ```compile_fail,E0451
+/// # use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank, TransferId};
+/// # use hetero_kv_core::layout::KvHeads;
+/// # use hetero_kv_core::plan::{Owner, Pairing, Route, SourceChooser};
+/// # let engine = EngineId::new("prefill")?;
+/// # let owner = Owner { engine: engine.clone(), incarnation: Incarnation(1), dp_rank: DpRank(0) };
+/// # let pairing = Pairing::new(2, 1, KvHeads::Latent)?;
+/// # let plan = pairing.rank_plan(TpRank(0), &SourceChooser::new(TransferId([0; 16])))?;
+/// let route = Route {
+///     engine,
+///     incarnation: Incarnation(1),
+///     dp_rank: DpRank(0),
+///     tp_rank: TpRank(0),
+///     pp_rank: PpRank(0),
+/// };
+/// assert_eq!(route.tp_rank(), plan.sources[0].tp_rank);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// or with another rank put into one that a plan made:
+///
+/// ```compile_fail,E0616
+/// # use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank, TransferId};
+/// # use hetero_kv_core::layout::KvHeads;
+/// # use hetero_kv_core::plan::{Owner, Pairing, Route, SourceChooser};
+/// # let engine = EngineId::new("prefill")?;
+/// # let owner = Owner { engine: engine.clone(), incarnation: Incarnation(1), dp_rank: DpRank(0) };
+/// # let pairing = Pairing::new(2, 1, KvHeads::Latent)?;
+/// # let plan = pairing.rank_plan(TpRank(0), &SourceChooser::new(TransferId([0; 16])))?;
+/// let mut route: Route = plan.routes(&owner, PpRank(0)).remove(0);
+/// route.tp_rank = TpRank(1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Route {
     engine: EngineId,

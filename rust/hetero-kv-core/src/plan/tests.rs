@@ -90,6 +90,13 @@ fn a_refusal_names_the_field_and_both_values() {
 }
 
 #[test]
+fn a_pairing_says_what_it_pairs() {
+    let pairing = Pairing::new(8, 4, grouped(2)).expect("divisible");
+    assert_eq!((pairing.producer_tp(), pairing.consumer_tp()), (8, 4));
+    assert_eq!(pairing.heads(), grouped(2));
+}
+
+#[test]
 fn heads_are_covered_once_and_all_ranks_are_released() {
     for producer in TP {
         for consumer in TP {

@@ -339,6 +339,9 @@ impl Loop {
         }
         let mut messages = Vec::new();
         let received = connection.receive(now, &mut messages);
+        if let Key::Inbound(_) = key {
+            messages.iter().for_each(trace_acknowledgement);
+        }
         {
             let mut desk = self.desk.lock();
             for message in messages {
@@ -421,6 +424,21 @@ impl Loop {
                 .push(&Message::Bye)
                 .and_then(|()| connection.flush());
         }
+    }
+}
+
+/// Target of the one event, at level `TRACE`, that an acknowledgement from a consumer makes; its
+/// fields are `transfer_id`, in hexadecimal, and `ranks`, how many have read.
+pub const ACKNOWLEDGED: &str = "hetero_kv::acknowledged";
+
+/// Before the machines hear of it, and under no lock: whoever reads the log may be slow.
+fn trace_acknowledgement(message: &Message) {
+    if let Message::Ack(ack) = message {
+        tracing::trace!(
+            target: ACKNOWLEDGED,
+            transfer_id = %ack.transfer_id,
+            ranks = ack.ranks.len(),
+        );
     }
 }
 

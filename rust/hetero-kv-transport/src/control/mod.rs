@@ -16,6 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+pub use event_loop::ACKNOWLEDGED;
 use event_loop::Loop;
 use hetero_kv_core::consumer::Consumer;
 use hetero_kv_core::producer::Producer;

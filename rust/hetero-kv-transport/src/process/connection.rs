@@ -72,6 +72,7 @@ impl Posted {
 
 pub(super) struct ProcessConnection {
     peer: Peer,
+    dialled: Arc<str>,
     peer_regions: Vec<MemoryRegion>,
     memory: Arc<LocalMemory>,
     posted: VecDeque<Posted>,
@@ -85,6 +86,7 @@ impl ProcessConnection {
         memory: Arc<LocalMemory>,
     ) -> Self {
         Self {
+            dialled: format!("pid {}", peer.pid).into(),
             peer,
             peer_regions,
             memory,
@@ -226,6 +228,10 @@ fn out_of_bounds(side: &str, error: OutOfBounds) -> TransportError {
 impl Connection for ProcessConnection {
     fn transport(&self) -> TransportName {
         TransportName::Process
+    }
+
+    fn dialled(&self) -> Option<Arc<str>> {
+        Some(Arc::clone(&self.dialled))
     }
 
     fn post(&mut self, batch: ReadBatch) -> Result<(), TransportError> {

@@ -38,6 +38,11 @@ impl ReadFailure {
 pub struct SourceRead {
     /// The source.
     pub route: Route,
+    /// Key of the session that read it; `None` when none had taken it up.
+    pub session: Option<Route>,
+    /// What [`Connection::dialled`](crate::transport::Connection::dialled) said of the last
+    /// connection that was given a batch.
+    pub dialled: Option<Arc<str>>,
     /// Bytes that arrived and were fenced; less than asked when the job failed.
     pub bytes: u64,
     /// How; `None` when the source was not reached.

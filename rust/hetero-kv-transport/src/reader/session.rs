@@ -224,6 +224,7 @@ impl Session {
             arrived
         };
         for mut piece in arrived {
+            piece.session = Some(self.handle.route.clone());
             // Of a job that is over nothing is read, and its list of runs may be megabytes.
             if !piece.job.should_stop(now())
                 && let Err(problem) = piece.prepare(&self.shared.memory)
@@ -425,6 +426,7 @@ impl Session {
             }
             without_work = 0;
             piece.transport = Some(chosen.connection.transport());
+            piece.dialled = chosen.connection.dialled();
             let range = piece.next_batch(&chosen.capabilities);
             let ticket = self.next_ticket;
             self.next_ticket += 1;

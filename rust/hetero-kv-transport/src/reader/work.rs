@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use hetero_kv_core::memory::Run;
+use hetero_kv_core::plan::Route;
 use hetero_kv_core::wire::data::FETCH_BYTES_MAX;
 
 use super::job::{Job, SourceRead};
@@ -31,6 +32,9 @@ pub(super) struct Piece {
     pub(super) lost_once: bool,
     arrived_bytes: u64,
     pub(super) transport: Option<TransportName>,
+    /// Key of the session that took it.
+    pub(super) session: Option<Route>,
+    pub(super) dialled: Option<Arc<str>>,
 }
 
 impl Piece {
@@ -46,6 +50,8 @@ impl Piece {
             lost_once: false,
             arrived_bytes: 0,
             transport: None,
+            session: None,
+            dialled: None,
         }
     }
 
@@ -137,6 +143,8 @@ impl Drop for Piece {
             route: self.source.route.clone(),
             bytes: self.arrived_bytes,
             transport: self.transport,
+            session: self.session.take(),
+            dialled: self.dialled.take(),
         });
     }
 }

@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +35,7 @@ struct Posted {
 /// A connection that the holder has taken.
 pub(super) struct TcpConnection {
     stream: Option<OwnedFd>,
+    dialled: Option<Arc<str>>,
     peer_regions: Vec<MemoryRegion>,
     memory: Arc<LocalMemory>,
     receiver: FrameReceiver,
@@ -54,8 +56,14 @@ impl TcpConnection {
         peer_regions: Vec<MemoryRegion>,
         memory: Arc<LocalMemory>,
     ) -> Self {
+        let dialled = rustix::net::getpeername(&attached.stream)
+            .ok()
+            .flatten()
+            .and_then(|address| SocketAddr::try_from(address).ok())
+            .map(|address| address.to_string().into());
         Self {
             stream: Some(attached.stream),
+            dialled,
             peer_regions,
             memory,
             receiver: attached.receiver,
@@ -189,6 +197,10 @@ fn broken(problem: impl ToString) -> TransportError {
 impl Connection for TcpConnection {
     fn transport(&self) -> TransportName {
         TransportName::Tcp
+    }
+
+    fn dialled(&self) -> Option<Arc<str>> {
+        self.dialled.clone()
     }
 
     fn post(&mut self, batch: ReadBatch) -> Result<(), TransportError> {

@@ -18,7 +18,7 @@ use hetero_kv_core::failure::Failure;
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, PpRank, TpRank, TransferId};
 use hetero_kv_core::layout::{KvHeads, RankCache};
 use hetero_kv_core::memory::MemoryRegion;
-use hetero_kv_core::plan::{Owner, Striping};
+use hetero_kv_core::plan::{Owner, Route, Striping};
 use hetero_kv_core::step::{LoadOrder, StepOrders};
 use hetero_kv_core::wire::card::{Endpoints, WorkerCard};
 
@@ -175,6 +175,12 @@ impl LoadReport {
 /// Bytes read from one source rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceRead {
+    /// The source rank.
+    pub route: Route,
+    /// Key of the session that read it; `None` when none had taken it up.
+    pub session: Option<Route>,
+    /// The other end of its connection, as the system says: `ADDRESS:PORT`, or `pid N`.
+    pub dialled: Option<Arc<str>>,
     /// Data parallel rank of the source.
     pub dp_rank: DpRank,
     /// Tensor parallel rank of the source.

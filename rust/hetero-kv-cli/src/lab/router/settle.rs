@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::Result;
+
 use super::{Event, FromEngine, PATIENCE, Router, State, TICK, ToEngine};
 
 /// Between two looks at the engines' figures.
@@ -9,7 +11,10 @@ const LOOK: Duration = Duration::from_millis(100);
 
 impl Router<'_> {
     /// Reads `blocks_held` on living engines after the last release or lease end.
-    pub(super) fn settle(&mut self) {
+    ///
+    /// # Errors
+    /// The trace cannot be written.
+    pub(super) fn settle(&mut self) -> Result<()> {
         self.wait_for_starts();
         while !self.resumes.is_empty() {
             self.resume_due();
@@ -19,7 +24,7 @@ impl Router<'_> {
         let deadline = Instant::now() + Duration::from_millis(self.plan.lease_ms) + PATIENCE;
         let mut told = Instant::now();
         loop {
-            self.read_figures();
+            self.read_figures()?;
             let held = u64::from(self.found.blocks_held) + self.found.leases_held;
             let open = self.found.open.0 + self.found.open.1;
             if (held == 0 && open == 0) || Instant::now() > deadline {
@@ -38,6 +43,7 @@ impl Router<'_> {
         self.found.resident_after = self.resident();
         self.sweep();
         self.cluster.stop();
+        Ok(())
     }
 
     fn wait_for_starts(&mut self) {
@@ -59,7 +65,7 @@ impl Router<'_> {
             .any(|engine| engine.state == state)
     }
 
-    fn read_figures(&mut self) {
+    fn read_figures(&mut self) -> Result<()> {
         let mut waiting = self.ask_all(&ToEngine::Figures);
         let found = &mut self.found;
         (found.blocks_held, found.leases_held, found.open) = (0, 0, (0, 0));
@@ -91,6 +97,9 @@ impl Router<'_> {
                         breaches.push(format!("{id}: {} loads never quiesced", figures.unquiesced));
                     }
                 }
+                Some((index, Event::Message(FromEngine::Acknowledged(transfers)))) => {
+                    self.acknowledged(index, &transfers)?;
+                }
                 Some((_, Event::Message(_))) => {}
                 Some((index, Event::Gone)) => {
                     waiting -= 1;
@@ -103,6 +112,7 @@ impl Router<'_> {
             }
         }
         self.found.breaches = breaches;
+        Ok(())
     }
 
     fn sweep(&mut self) {

@@ -1,10 +1,11 @@
 //! Claims answered `Gone`, renewals, expiry, deadlines.
 
 use super::*;
+use crate::ids::Incarnation;
 use crate::testing::{Fate, Workers, lease_times, ms, options, prompt, secs, transfer};
 use crate::time::Time;
 use crate::wire::Kind;
-use crate::wire::message::Message;
+use crate::wire::message::{Granted, Message};
 use crate::wire::params::RemotePrefill;
 
 /// Runs one request whose claim is refused; its blocks are reported as failed.
@@ -277,6 +278,75 @@ fn a_late_answer_to_an_earlier_claim_is_not_taken_for_a_later_one() {
     assert_nothing_left(&mut pair);
 }
 
+/// A load whose renewal is under way and not answered, and its deadline.
+fn unanswered_renewal() -> (Pair, Granted, Time) {
+    let options = ConsumerOptions {
+        load_timeout: secs(400),
+        ..options()
+    };
+    let mut pair = Pair::with(1, 1, lease_times(), options);
+    let params = pair.prefill("p1", transfer(1), prompt(1), 40);
+    pair.arrive("d1", &params);
+    pair.admit("d1", 0);
+    pair.run(ms(20));
+    pair.step();
+    let granted = pair.sent.iter().find_map(|(_, _, message)| {
+        if let Message::Granted(granted) = message {
+            Some((**granted).clone())
+        } else {
+            None
+        }
+    });
+    pair.drop_all(Kind::Granted);
+    pair.run(secs(16));
+    let question = pair.sent.iter().rev().find_map(|(_, _, message)| {
+        if let Message::Renew(renew) = message {
+            Some(renew.question)
+        } else {
+            None
+        }
+    });
+    let answer = Granted {
+        question: question.expect("renewed at half of its time"),
+        ..granted.expect("the claim was granted")
+    };
+    let deadline = pair.workers[0].job("d1").deadline.expect("loading");
+    (pair, answer, deadline)
+}
+
+/// The deadline after this answer.
+fn deadline_after(pair: &mut Pair, answer: Granted) -> Option<Time> {
+    let now = pair.now;
+    let peer = pair.workers[0]
+        .job("d1")
+        .load
+        .as_ref()
+        .expect("loading")
+        .peer;
+    pair.consumers[0].handle_message(now, peer, Message::Granted(Box::new(answer)));
+    pair.step();
+    pair.workers[0].job("d1").deadline
+}
+
+#[test]
+fn only_the_answer_to_a_renewal_gives_more_time() {
+    let (mut pair, answer, deadline) = unanswered_renewal();
+    let earlier = Granted {
+        question: answer.question - 1,
+        ..answer.clone()
+    };
+    assert_eq!(deadline_after(&mut pair, earlier), Some(deadline));
+    // Under another fence: bytes read so far were not read under that one.
+    let mut refenced = answer.clone();
+    refenced.lease.epoch = refenced.lease.epoch.next();
+    assert_eq!(deadline_after(&mut pair, refenced), Some(deadline));
+    // The holder was asked and has answered, which the workers' model has to know.
+    let granted = Message::Granted(Box::new(answer.clone()));
+    pair.workers[0].note_received(Incarnation(1), &granted);
+    let later = deadline_after(&mut pair, answer);
+    assert!(later > Some(deadline), "{later:?}");
+}
+
 #[test]
 fn a_load_that_takes_too_long_is_cancelled_once() {
     let mut pair = Pair::new(1, 1);
@@ -301,7 +371,7 @@ fn a_load_that_takes_too_long_is_cancelled_once() {
 
 #[test]
 fn the_workers_model_sees_a_deadline_that_is_too_late() {
-    use crate::ids::{Epoch, Incarnation, LeaseRef, Slot};
+    use crate::ids::{Epoch, LeaseRef, Slot};
     use crate::step::{Extension, StepOrders};
     use crate::wire::message::{Claim, Granted};
     let now = Time::from_origin(secs(5));

@@ -52,6 +52,14 @@ fn shapes_read_as_they_are_written() {
 }
 
 #[test]
+fn a_shape_leaves_out_what_is_1() {
+    for text in ["dp=8,tp=1", "2xdp=1,tp=8", "3xdp=1024,tp=4,pp=2"] {
+        let shape: InstanceShape = text.parse().expect("in the grammar");
+        assert_eq!(shape.to_string(), text);
+    }
+}
+
+#[test]
 fn kv_layouts_read_as_they_are_written() {
     let gqa: KvShape = "gqa:8:128".parse().expect("in the grammar");
     assert_eq!(gqa.heads(), grouped(8));
