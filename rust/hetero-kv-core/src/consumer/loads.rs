@@ -110,8 +110,8 @@ impl Consumer {
         }
     }
 
-    /// Sets the time left of the loads and extensions ordered since the last step. A forward pass may lie
-    /// between the order and the step that carries it, and that time has been used up.
+    /// Sets the time left of the loads and extensions ordered since the last step. A forward pass may
+    /// lie between the order and the step that carries it, and that time has been used up.
     pub(super) fn refresh_deadlines(&mut self, now: Time) {
         let left = |request_id: &str| {
             let request = self.requests.get(request_id)?;
