@@ -231,23 +231,21 @@ def variants_of(body: str) -> Iterator[Variant]:
 
 def enums(root: Path) -> Iterator[Enum]:
     """Every public enum of the shipped crates that is an error, or one of :data:`CODES`."""
-    opening = re.compile(
-        r"((?:^[ \t]*(?:///|#\[).*\n(?:[^\n]*\n)??)*?)^pub enum (\w+) \{", re.MULTILINE
-    )
+    opening = re.compile(r"^pub enum (\w+) \{", re.MULTILINE)
     for crate in CRATES:
         for path in sorted((root / "rust" / crate / "src").rglob("*.rs")):
             if path.name == "tests.rs" or "tests" in path.parts:
                 continue
             text = path.read_text(encoding="utf-8")
             for found in opening.finditer(text):
-                before = text[: found.start(2)].rsplit("\n\n", 1)[-1]
+                before = text[: found.start(1)].rsplit("\n\n", 1)[-1]
                 is_error = "thiserror::Error" in before
-                if not is_error and found[2] not in CODES:
+                if not is_error and found[1] not in CODES:
                     continue
                 brace = found.end() - 1
                 body = text[brace + 1 : skip_balanced(text, brace) - 1]
                 yield Enum(
-                    found[2],
+                    found[1],
                     path.relative_to(root),
                     doc_of(before),
                     tuple(variants_of(body)),
