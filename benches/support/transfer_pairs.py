@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ class Pair:
         answer = json.loads(self._line(self._reader))
         held = kernel.used_s(before, kernel.processor_ns([self._holder.pid]))
         return Measured(answer["wall_s"], answer["cpu_s"] + sum(held.values()), answer["post_s"])
+
+    @contextlib.contextmanager
+    def alone(self, others: Iterable[Pair]) -> Iterator[None]:
+        """Every other pair stands still meanwhile: NIXL's agents keep a thread each busy when
+        nothing is asked of them."""
+        stopped = [pid for pair in others if pair is not self for pid in pair.pids]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         for process in (self._reader, self._holder):
