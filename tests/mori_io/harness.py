@@ -86,7 +86,19 @@ class Peer:
         return call
 
     def signal(self, number: signal.Signals) -> None:
+        """Sends it; of a stop, waits until every thread has stopped.
+
+        A stop is asked for and not made by ``kill(2)``: until a thread of the process has run and
+        taken it, the others go on and answer.
+        """
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            eventually(lambda: set(self._thread_states()) == {"T"})
+
+    def _thread_states(self) -> list[str]:
+        """One letter for each thread, as in ``proc_pid_stat(5)``."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
 
     def kill(self) -> None:
         self._process.kill()
