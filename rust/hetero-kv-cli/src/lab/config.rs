@@ -103,7 +103,7 @@ impl Plan {
                 verbs::probe(&DeviceChoice::default()).context("--transport verbs")?;
             }
             Transport::Mori => {
-                bail!("--transport mori is not available in this build");
+                bail!("--transport mori is not available in lab: MoRI-IO's engine is Python's");
             }
         }
         let mut faults = args.fault.clone();
