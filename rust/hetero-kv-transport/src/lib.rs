@@ -18,6 +18,7 @@
 pub mod clock;
 pub mod control;
 pub mod error;
+mod fence;
 pub mod lease_page;
 pub mod memory;
 pub mod mori;

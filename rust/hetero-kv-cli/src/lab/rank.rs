@@ -109,7 +109,8 @@ impl Rank {
                 choice: match engine.transport {
                     Transport::Tcp => TransportChoice::Tcp,
                     Transport::Verbs => TransportChoice::Verbs,
-                    Transport::Process | Transport::Mori => TransportChoice::Process,
+                    Transport::Process => TransportChoice::Process,
+                    Transport::Mori => TransportChoice::Mori,
                 },
                 ..ReaderOptions::default()
             },

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hetero_kv_core::ids::LeaseRef;
-use hetero_kv_core::lease_page::slot_offset_bytes;
 use hetero_kv_core::memory::{MemoryRegion, Run};
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::MoriEndpoint;
@@ -18,6 +17,7 @@ use super::endpoint::memory_of;
 use super::generation::{Generation, SCRATCH_WORDS, ScratchSlot};
 use crate::clock::{now, time_left, timespec};
 use crate::error::{ReadFailureKind, TransportError};
+use crate::fence::AnnouncedPage;
 use crate::memory::{LocalMemory, OutOfBounds, span_in};
 use crate::transport::{Completion, Connection, ReadBatch, Source, TransportName};
 use crate::waker::Waker;
@@ -65,8 +65,7 @@ pub(super) struct MoriConnection {
     sources: Vec<Placed>,
     destinations: Vec<Placed>,
     lease_page: usize,
-    lease_slots: u32,
-    nonce: u64,
+    page: AnnouncedPage,
     memory: Arc<LocalMemory>,
     generation: Arc<Generation>,
 }
@@ -121,8 +120,10 @@ impl MoriConnection {
             sources,
             destinations,
             lease_page: descriptors.len() - 1,
-            lease_slots: endpoint.lease_slots,
-            nonce: endpoint.lease_page_nonce,
+            page: AnnouncedPage {
+                nonce: endpoint.lease_page_nonce,
+                slots: endpoint.lease_slots,
+            },
             memory,
             generation,
         };
@@ -146,7 +147,7 @@ impl MoriConnection {
         self.greet_by(keys, deadline)?;
         self.greet_by(vec![word(self.lease_page, WORD_BYTES)], deadline)?;
         let [nonce, _] = self.scratch.words();
-        self.check_nonce(nonce)
+        self.page.check_nonce(nonce)
     }
 
     fn greet_by(&mut self, parts: Vec<MoriPart>, deadline: Time) -> Result<(), TransportError> {
@@ -166,17 +167,6 @@ impl MoriConnection {
             tracing::warn!(%error, "mori: memory stays registered");
         }
         Err(unreachable("mori handshake", problem))
-    }
-
-    fn check_nonce(&self, nonce: u64) -> Result<(), TransportError> {
-        if nonce == self.nonce {
-            return Ok(());
-        }
-        Err(TransportError::new(
-            ReadFailureKind::Incarnation,
-            "lease page",
-            "the page's nonce is not the one the source announced",
-        ))
     }
 
     /// The engine's words for a failed transfer, with what it has seen of the peer.
@@ -271,19 +261,14 @@ impl MoriConnection {
     /// Begins to read the lease page. All data of the batch has arrived, so what the page says is
     /// true of it.
     fn read_page(&mut self, lease: LeaseRef) -> Result<Box<dyn MoriTransfer>, PageError> {
-        if lease.slot.0 >= self.lease_slots {
-            return Err(PageError::Gone(gone(format!(
-                "slot {} is not on the source's page of {} slots",
-                lease.slot, self.lease_slots
-            ))));
-        }
+        let slot = self.page.offset_bytes(lease).map_err(PageError::Gone)?;
         self.scratch.clear();
         let first = self.scratch.offset();
         let part = MoriPart {
             local: self.scratch.memory_id(),
             remote: self.lease_page,
             local_offsets: vec![first, first + WORD_BYTES],
-            remote_offsets: vec![0, slot_offset_bytes(lease.slot) as u64],
+            remote_offsets: vec![0, slot as u64],
             bytes: vec![WORD_BYTES; SCRATCH_WORDS],
         };
         self.generation
@@ -294,14 +279,7 @@ impl MoriConnection {
     /// Whether the lease stands, by the words that have arrived.
     fn fence(&mut self, lease: LeaseRef) -> Result<(), TransportError> {
         let [nonce, epoch] = self.scratch.words();
-        self.check_nonce(nonce)?;
-        if epoch != lease.epoch.0 {
-            return Err(gone(format!(
-                "slot {} is at epoch {epoch}, the lease was of epoch {}",
-                lease.slot, lease.epoch.0
-            )));
-        }
-        Ok(())
+        self.page.check_lease(lease, nonce, epoch)
     }
 
     /// A failure of the connection by the engine's words for it.
@@ -343,10 +321,6 @@ impl MoriConnection {
 enum PageError {
     Gone(TransportError),
     Engine(MoriError),
-}
-
-fn gone(problem: String) -> TransportError {
-    TransportError::new(ReadFailureKind::LeaseGone, "lease page", problem)
 }
 
 fn local(problem: String) -> TransportError {

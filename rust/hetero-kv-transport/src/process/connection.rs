@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use hetero_kv_core::ids::LeaseRef;
-use hetero_kv_core::lease_page::slot_offset_bytes;
 use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::time::Time;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -19,6 +18,7 @@ use super::probe::Peer;
 use super::vm_read::{self, Scratch};
 use crate::clock::timespec;
 use crate::error::{ReadFailureKind, TransportError};
+use crate::fence::{AnnouncedPage, gone};
 use crate::memory::{LocalMemory, OutOfBounds, Span, SpanQueue, span_in};
 use crate::transport::{Completion, Connection, POLL_BYTES_MAX, ReadBatch, TransportName};
 use crate::waker::Waker;
@@ -122,7 +122,7 @@ impl ProcessConnection {
             budget_bytes -= copied.map_err(|error| {
                 let error = self.failed_read(error);
                 if error.kind == ReadFailureKind::OutOfBounds && batch.data_left_bytes() == 0 {
-                    return lease_gone(error.problem);
+                    return gone(error.problem);
                 }
                 error
             })?;
@@ -130,50 +130,41 @@ impl ProcessConnection {
         Ok(batch.dest.left_bytes() == 0)
     }
 
-    /// Where the lease page's nonce and the lease's epoch are; `None` when the page has no such
-    /// slot, or none of it can be in anybody's memory.
-    fn page_addresses(&self, lease: LeaseRef) -> Option<[usize; 2]> {
-        let endpoint = &self.peer.endpoint;
-        if lease.slot.0 >= endpoint.lease_slots {
-            return None;
+    fn announced_page(&self) -> AnnouncedPage {
+        AnnouncedPage {
+            nonce: self.peer.endpoint.lease_page_nonce,
+            slots: self.peer.endpoint.lease_slots,
         }
-        let page = usize::try_from(endpoint.lease_page_address).ok()?;
-        let slot = page.checked_add(slot_offset_bytes(lease.slot))?;
-        slot.checked_add(PAGE_WORD_BYTES)?;
-        (page != 0).then_some([page, slot])
+    }
+
+    /// Where the lease page's nonce and the lease's epoch are.
+    fn page_addresses(&self, lease: LeaseRef) -> Result<[usize; 2], TransportError> {
+        let offset = self.announced_page().offset_bytes(lease)?;
+        let page = usize::try_from(self.peer.endpoint.lease_page_address).unwrap_or(0);
+        let slot = page.checked_add(offset);
+        match slot.filter(|slot| page != 0 && slot.checked_add(PAGE_WORD_BYTES).is_some()) {
+            Some(slot) => Ok([page, slot]),
+            None => Err(gone("the source's lease page is in nobody's memory")),
+        }
     }
 
     /// Whether the lease stood after the last byte of a batch that is all there.
     fn fence(&mut self, batch: &Posted) -> Result<(), TransportError> {
-        let lease = batch.lease;
-        let Some(addresses) = self.page_addresses(lease) else {
-            return Err(lease_gone(format!(
-                "slot {} is not on the source's page of {} slots",
-                lease.slot, self.peer.endpoint.lease_slots
-            )));
-        };
-        let [found_nonce, epoch] = match &batch.page_words {
+        let [nonce, epoch] = match &batch.page_words {
             Some(words) => [0, 1].map(|at: usize| words[at].load(Ordering::Relaxed)),
-            None => self.read_page(addresses)?,
-        };
-        let nonce = self.peer.endpoint.lease_page_nonce;
-        if found_nonce != nonce {
-            if self.peer_ended() {
-                return Err(peer_ended(self.peer.pid));
+            None => {
+                let addresses = self.page_addresses(batch.lease)?;
+                self.read_page(addresses)?
             }
-            return Err(TransportError::new(
-                ReadFailureKind::Incarnation,
-                "lease page",
-                "the page's nonce is not the one the source announced",
-            ));
+        };
+        let page = self.announced_page();
+        match page.check_lease(batch.lease, nonce, epoch) {
+            // Whatever has its pid by now is not another start of it.
+            Err(error) if error.kind == ReadFailureKind::Incarnation && self.peer_ended() => {
+                Err(peer_ended(self.peer.pid))
+            }
+            outcome => outcome,
         }
-        if epoch != lease.epoch.0 {
-            return Err(lease_gone(format!(
-                "slot {} is at epoch {epoch}, the lease was of epoch {}",
-                lease.slot, lease.epoch.0
-            )));
-        }
-        Ok(())
     }
 
     /// Reads the words of the lease page by a call of its own.
@@ -184,7 +175,7 @@ impl ProcessConnection {
         vm_read::read_words::<2, PAGE_WORD_BYTES>(self.peer.pid, addresses, &mut self.scratch)
             .map(|words| words.map(u64::from_ne_bytes))
             .map_err(|error| match self.failed_read(error) {
-                error if error.kind == ReadFailureKind::OutOfBounds => lease_gone(error.problem),
+                error if error.kind == ReadFailureKind::OutOfBounds => gone(error.problem),
                 error => error,
             })
     }
@@ -203,10 +194,6 @@ impl ProcessConnection {
         };
         TransportError::new(kind, "process_vm_readv", problem)
     }
-}
-
-fn lease_gone(problem: String) -> TransportError {
-    TransportError::new(ReadFailureKind::LeaseGone, "lease page", problem)
 }
 
 fn peer_ended(pid: libc::pid_t) -> TransportError {
@@ -261,7 +248,7 @@ impl Connection for ProcessConnection {
             dest,
             page_words: None,
         };
-        if PAGE_WITH_DATA && let Some(addresses) = self.page_addresses(batch.lease) {
+        if PAGE_WITH_DATA && let Ok(addresses) = self.page_addresses(batch.lease) {
             posted.push_page(addresses);
         }
         self.posted.push_back(posted);

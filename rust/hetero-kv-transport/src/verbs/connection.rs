@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use hetero_kv_core::ids::LeaseRef;
 use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::VerbsEndpoint;
@@ -23,6 +22,7 @@ use super::node::{BATCH_REQUESTS_MAX, Node};
 use super::work::{self, Outside};
 use crate::clock::{now, time_left, timespec};
 use crate::error::{ReadFailureKind, TransportError};
+use crate::fence::AnnouncedPage;
 use crate::tcp::attach::AttachedStream;
 use crate::transport::{Completion, Connection, Interrupt, ReadBatch, TransportName};
 use crate::waker::Waker;
@@ -120,13 +120,7 @@ impl VerbsConnection {
         }
         for word in 0..self.lanes.len() {
             let found = self.words.read(word);
-            if found != self.peer.lease_page_nonce {
-                return Err(TransportError::new(
-                    ReadFailureKind::Incarnation,
-                    "lease page",
-                    "the page's nonce is not the one the source announced",
-                ));
-            }
+            announced_page(&self.peer).check_nonce(found)?;
         }
         Ok(())
     }
@@ -180,7 +174,7 @@ impl VerbsConnection {
         let nonce = self.words.read(finished.word);
         let epoch = self.words.read(finished.word + 1);
         self.free_words.push(finished.word);
-        let outcome = stands(&self.peer, finished.lease, nonce, epoch);
+        let outcome = announced_page(&self.peer).check_lease(finished.lease, nonce, epoch);
         self.settle(finished.ticket, outcome);
     }
 
@@ -253,31 +247,11 @@ impl VerbsConnection {
     }
 }
 
-/// Whether the copy of the page says that the lease stood after the data was read.
-fn stands(
-    peer: &VerbsEndpoint,
-    lease: LeaseRef,
-    nonce: u64,
-    epoch: u64,
-) -> Result<(), TransportError> {
-    if nonce != peer.lease_page_nonce {
-        return Err(TransportError::new(
-            ReadFailureKind::Incarnation,
-            "lease page",
-            "the page's nonce is not the one the source announced",
-        ));
+fn announced_page(peer: &VerbsEndpoint) -> AnnouncedPage {
+    AnnouncedPage {
+        nonce: peer.lease_page_nonce,
+        slots: peer.lease_slots,
     }
-    if epoch != lease.epoch.0 {
-        return Err(gone(format!(
-            "slot {} is at epoch {epoch}, the lease was of epoch {}",
-            lease.slot, lease.epoch.0
-        )));
-    }
-    Ok(())
-}
-
-fn gone(problem: String) -> TransportError {
-    TransportError::new(ReadFailureKind::LeaseGone, "lease page", problem)
 }
 
 fn lost(problem: impl ToString) -> TransportError {
@@ -304,13 +278,10 @@ impl Connection for VerbsConnection {
             self.node.request_limits(),
         )
         .map_err(out_of_bounds)?;
-        if batch.lease.slot.0 >= self.peer.lease_slots {
+        if let Err(error) = announced_page(&self.peer).offset_bytes(batch.lease) {
             self.taken.push_back(Taken {
                 ticket: batch.ticket,
-                outcome: Some(Err(gone(format!(
-                    "slot {} is not on the source's page of {} slots",
-                    batch.lease.slot, self.peer.lease_slots
-                )))),
+                outcome: Some(Err(error)),
             });
             return Ok(());
         }
