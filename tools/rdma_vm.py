@@ -36,6 +36,7 @@ import time
 from pathlib import Path
 
 from rdma import qemu_machine, uml_kernel, uml_machine
+from rdma.commands import PrepareError
 
 SKIPPED = 77
 TIMED_OUT = 124
@@ -118,7 +119,7 @@ def prepare_uml(allowed: bool) -> Path:
         begun = time.monotonic()
         try:
             uml_kernel.build(kernel, folder / "make.log", say)
-        except uml_kernel.BuildError as error:
+        except PrepareError as error:
             raise UnavailableError(
                 f"the user-mode-linux kernel cannot be built: {error}"
             ) from error
@@ -132,7 +133,7 @@ def prepare_qemu(allowed: bool) -> qemu_machine.Kernel:
     folder = cache_folder(qemu_machine.key())
     try:
         return qemu_machine.prepare(folder, say)
-    except qemu_machine.PrepareError as error:
+    except PrepareError as error:
         raise UnavailableError(f"the emulated kernel cannot be prepared: {error}") from error
 
 

@@ -12,13 +12,13 @@ import lzma
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import uml_machine
+from .commands import PrepareError, run
 
 NEEDS = {
     "qemu-system-x86_64": "qemu-system-x86",
@@ -91,10 +91,6 @@ exec {python} -c 'import ctypes; ctypes.CDLL(None).reboot(0x01234567)'
 """
 
 
-class PrepareError(Exception):
-    """The kernel could not be made ready; the text says at which step and why."""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """What the emulator boots."""
@@ -123,7 +119,7 @@ def prepare(folder: Path, say) -> Kernel:
         return kernel
     if platform.machine() != "x86_64":
         raise PrepareError(f"only for x86_64, and this host is {platform.machine()}")
-    text = _run(["apt-cache", "depends", "linux-image-amd64"], timeout_s=60)
+    text = run(["apt-cache", "depends", "linux-image-amd64"], timeout_s=60)
     package = re.search(r"Depends: (linux-image-\S+)", text)
     if not package:
         raise PrepareError("apt knows no linux-image-amd64: run `apt-get update` on Debian")
@@ -131,7 +127,7 @@ def prepare(folder: Path, say) -> Kernel:
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder) as name:
         work = Path(name)
         say(f"downloading {package.group(1)} (about 70 MB)")
-        _run(
+        run(
             ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", package.group(1)],
             cwd=work,
             timeout_s=DOWNLOAD_TIMEOUT_S,
@@ -139,7 +135,7 @@ def prepare(folder: Path, say) -> Kernel:
         archive = next(work.glob("*.deb"))
         parts = " ".join(f"'{part}'" for part in PARTS)
         script = f"dpkg-deb --fsys-tarfile '{archive}' | tar -x -C '{work}' --wildcards {parts}"
-        _run(["bash", "-euo", "pipefail", "-c", script], timeout_s=UNPACK_TIMEOUT_S)
+        run(["bash", "-euo", "pipefail", "-c", script], timeout_s=UNPACK_TIMEOUT_S)
         image = next((work / "boot").glob("vmlinuz-*"))
         (work / "vmlinux").write_bytes(_elf_of(image.read_bytes()))
         modules = next((work / "lib" / "modules").iterdir())
@@ -240,23 +236,3 @@ def _ordered(modules: Path) -> Iterator[tuple[str, bytes]]:
 
     for name in MODULES:
         yield from visit(name)
-
-
-def _run(command: list[str], *, timeout_s: float, cwd: Path | None = None) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PrepareError(f"{' '.join(command[:3])}: {error}") from error
-    if done.returncode:
-        tail = (done.stderr or done.stdout)[-800:].strip()
-        raise PrepareError(f"{' '.join(command[:3])} ended with {done.returncode}: {tail}")
-    return done.stdout

@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from .commands import PrepareError, run
+
 CONFIG_FILE = Path(__file__).resolve().parent / "uml.config"
 
 # Executables that the build calls, and the Debian package that has each.
@@ -60,10 +62,6 @@ UNPACK_TIMEOUT_S = 600
 MAKE_TIMEOUT_S = 3600
 
 
-class BuildError(Exception):
-    """The kernel could not be built; the text says at which step and why."""
-
-
 def missing_packages() -> list[str]:
     """Debian packages that the build needs and that this host lacks."""
     return sorted({pkg for exe, pkg in BUILD_NEEDS.items() if shutil.which(exe) is None})
@@ -71,10 +69,10 @@ def missing_packages() -> list[str]:
 
 def source_package() -> str:
     """The versioned package behind Debian's `linux-source`, for example `linux-source-6.1`."""
-    text = _run(["apt-cache", "depends", "linux-source"], timeout_s=60)
+    text = run(["apt-cache", "depends", "linux-source"], timeout_s=60)
     found = re.search(r"Depends: (linux-source-\S+)", text)
     if not found:
-        raise BuildError("apt knows no package linux-source: run `apt-get update` on Debian")
+        raise PrepareError("apt knows no package linux-source: run `apt-get update` on Debian")
     return found.group(1)
 
 
@@ -85,24 +83,24 @@ def key() -> str:
 
 
 def build(target: Path, log: Path, say) -> None:
-    """Writes the kernel to `target`, last and in one move; raises `BuildError`."""
+    """Writes the kernel to `target`, last and in one move; raises `PrepareError`."""
     package = source_package()
     with tempfile.TemporaryDirectory(prefix="rdma-uml-", dir=target.parent) as work_name:
         work = Path(work_name)
         say(f"downloading {package} (about 140 MB)")
-        _run(
+        run(
             ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", package],
             cwd=work,
             timeout_s=DOWNLOAD_TIMEOUT_S,
         )
         archive = next(iter(work.glob("*.deb")), None)
         if archive is None:
-            raise BuildError(f"apt-get download {package} left no file")
+            raise PrepareError(f"apt-get download {package} left no file")
         say("unpacking")
         tree = work / "linux"
         tree.mkdir()
         excluded = " ".join(f"--exclude='{pattern}'" for pattern in LEFT_PACKED)
-        _run(
+        run(
             [
                 "bash",
                 "-euo",
@@ -117,7 +115,7 @@ def build(target: Path, log: Path, say) -> None:
         archive.unlink()
         say("configuring")
         environment = {**os.environ, "KCONFIG_ALLCONFIG": str(CONFIG_FILE)}
-        _run(
+        run(
             ["make", "-s", "ARCH=um", "allnoconfig"],
             cwd=tree,
             timeout_s=300,
@@ -126,7 +124,7 @@ def build(target: Path, log: Path, say) -> None:
         config = (tree / ".config").read_text(encoding="utf-8")
         lost = [name for name in REQUIRED if f"\nCONFIG_{name}=y\n" not in config]
         if lost:
-            raise BuildError(f"{package} does not take these options for ARCH=um: {lost}")
+            raise PrepareError(f"{package} does not take these options for ARCH=um: {lost}")
         say("compiling (about 4 minutes of two cores)")
         with log.open("w", encoding="utf-8") as sink:
             jobs = f"-j{os.cpu_count() or 1}"
@@ -141,29 +139,8 @@ def build(target: Path, log: Path, say) -> None:
                     check=False,
                 )
             except subprocess.TimeoutExpired as error:
-                raise BuildError(f"make ran past {MAKE_TIMEOUT_S} s; see {log}") from error
+                raise PrepareError(f"make ran past {MAKE_TIMEOUT_S} s; see {log}") from error
         if done.returncode:
-            raise BuildError(f"make ARCH=um linux failed with {done.returncode}; see {log}")
-        _run(["strip", "-o", str(work / "kernel"), str(tree / "linux")], timeout_s=120)
+            raise PrepareError(f"make ARCH=um linux failed with {done.returncode}; see {log}")
+        run(["strip", "-o", str(work / "kernel"), str(tree / "linux")], timeout_s=120)
         (work / "kernel").replace(target)
-
-
-def _run(argv, *, cwd=None, timeout_s, environment=None) -> str:
-    try:
-        done = subprocess.run(
-            argv,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{' '.join(argv[:3])}: {error}") from error
-    if done.returncode:
-        tail = (done.stderr or done.stdout)[-800:].strip()
-        raise BuildError(f"{' '.join(argv[:3])} ended with {done.returncode}: {tail}")
-    return done.stdout
