@@ -68,8 +68,13 @@ demo: needs install-env ## Prefill and decode on real vLLM engines of unlike lay
 	$(call stage,demo,"$(ENV_PYTHON)" -m hetero_kv.demo --topology '$(TOPOLOGY)' \
 		--model '$(MODEL)' $(if $(KEEP),--keep) $(if $(JSON),--json '$(JSON)') $(ARGS))
 
+# Status 3: this machine cannot have it, and has been told why; the tests of `mori` then skip.
+.PHONY: mori-env
+mori-env: env ## Make the environment of AMD's MoRI-IO over its stand-ins, where it can be had
+	$(call stage,mori-env,"$(ENV_PYTHON)" tools/mori_env.py >/dev/null || test $$? = 3)
+
 .PHONY: test
-test: needs install-env test-cargo ## cargo tests, and pytest with a small part on real engines
+test: needs install-env mori-env test-cargo ## cargo tests, and pytest with a small part on real engines
 	$(call stage,pytest,"$(ENV_PYTHON)" -m pytest -m 'not matrix' $(ARGS) tests)
 
 .PHONY: test-vllm

@@ -10,7 +10,8 @@ after it is made; a stamp file written last says that one is complete.
 Needs the standard library of the Python that runs it, gcc, binutils, and the packages that it
 names. Progress goes to stderr; stdout has two lines: the environment's interpreter, and the folder
 of the doubles, which has to be its ``LD_LIBRARY_PATH``.
-Exits with 3 and one line of reason where this machine cannot have it.
+Exits with 3 and one line of reason where this machine cannot have it: no such interpreter, a
+package missing, no way to the wheel. What fails in building from this checkout exits with 1.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ engine.RemoveBackend(cpp.BackendType.RDMA)
 """
 
 
+class CannotHaveError(EnvError):
+    """What this machine lacks; nothing of this checkout is wrong."""
+
+
 def say(text: str) -> None:
     print(f"mori-env: {text}", file=sys.stderr, flush=True)
 
@@ -104,7 +109,7 @@ def find_python() -> str:
         found = shutil.which(candidate)
         if found and run([found, "-c", program], 30).stdout.strip() == PYTHON_VERSION:
             return found
-    raise EnvError(
+    raise CannotHaveError(
         f"amd-mori's wheel for this system is for CPython {PYTHON_VERSION}, and none is here "
         f"(tried {', '.join(candidates)}): name one by HETERO_KV_PYTHON310. Debian 12 and PyPI "
         "have none; pyenv and uv make one."
@@ -112,9 +117,11 @@ def find_python() -> str:
 
 
 def check_machine() -> None:
-    """Raises `EnvError` with all that is missing."""
+    """Raises `CannotHaveError` with all that is missing."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise EnvError(f"amd-mori has wheels for Linux x86-64 only, not {platform.machine()}")
+        raise CannotHaveError(
+            f"amd-mori has wheels for Linux x86-64 only, not {platform.machine()}"
+        )
     faults = []
     have = tuple(int(part) for part in os.confstr("CS_GNU_LIBC_VERSION").split()[-1].split("."))
     if have < GLIBC_NEEDED:
@@ -125,7 +132,7 @@ def check_machine() -> None:
     elif absent := missing_packages():
         faults.append(f"missing packages: apt-get install {' '.join(absent)}")
     if faults:
-        raise EnvError("; ".join(faults))
+        raise CannotHaveError("; ".join(faults))
 
 
 def _which(tool: str) -> str | None:
@@ -163,7 +170,11 @@ def make_env(folder: Path) -> None:
     say(f"{base} with {', '.join(PINS)} ...")
     run_or_fail([base, "-m", "venv", str(folder)], "venv", INSTALL_TIMEOUT_S)
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check")
-    run_or_fail([str(folder / "bin" / "python"), *install, *PINS], "pip install", INSTALL_TIMEOUT_S)
+    pip = [str(folder / "bin" / "python"), *install, *PINS]
+    try:
+        run_or_fail(pip, "pip install", INSTALL_TIMEOUT_S)
+    except (EnvError, subprocess.SubprocessError) as error:
+        raise CannotHaveError(str(error)) from error
 
 
 def make_doubles(env: Path, folder: Path) -> None:
@@ -215,9 +226,12 @@ def main() -> int:
             return 0
         env = ensure((cache_root() / f"mori-{env_key()}").absolute(), make_env)
         doubles = ensure(env / f"doubles-{doubles_key()}", lambda out: make_doubles(env, out))
-    except (EnvError, subprocess.SubprocessError, OSError) as error:
+    except CannotHaveError as error:
         say(str(error))
         return CANNOT
+    except (EnvError, subprocess.SubprocessError, OSError) as error:
+        say(str(error))
+        return 1
     print(env / "bin" / "python")
     print(doubles)
     return 0
