@@ -328,6 +328,31 @@ fn deadline_after(pair: &mut Pair, answer: Granted) -> Option<Time> {
     pair.workers[0].job("d1").deadline
 }
 
+/// The number by which the holder tells what was said first, over whichever connection.
+fn number_of(message: &Message) -> Option<u64> {
+    if let Message::Claim(claim) = message {
+        return Some(claim.question);
+    }
+    if let Message::Renew(renew) = message {
+        return Some(renew.question);
+    }
+    if let Message::Ack(ack) = message {
+        return ack.number;
+    }
+    None
+}
+
+#[test]
+fn no_two_things_said_of_a_transfer_have_one_number() {
+    let (mut pair, _, _) = unanswered_renewal();
+    pair.report("d1", false);
+    pair.run(secs(1));
+    let sent = pair.sent.iter();
+    let numbers: Vec<u64> = sent.filter_map(|(_, _, said)| number_of(said)).collect();
+    assert!(numbers.len() >= 3, "a claim, a renewal, an acknowledgement");
+    assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
+}
+
 #[test]
 fn only_the_answer_to_a_renewal_gives_more_time() {
     let (mut pair, answer, deadline) = unanswered_renewal();

@@ -60,6 +60,28 @@ fn a_complete_set_releases_once() {
 }
 
 #[test]
+fn a_consumer_with_pipeline_stages_has_read_when_each_rank_of_each_stage_has() {
+    let mut p = producer();
+    p.handle_connected(D);
+    let mut staged = hello("decode", 100, 2);
+    staged.from.pp_size = 2;
+    p.handle_message(at(secs(0)), D, Message::Hello(Box::new(staged)));
+    drain(&mut p);
+    let lease = finish(&mut p, at(secs(0)), 5);
+    assert_granted(&claim(&mut p, at(secs(1)), D, claim_of(5, lease)), 30_000);
+    for (tp, pp) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
+        assert!(!p.has_releases(), "tp {tp} pp {pp} still reads");
+        let ack = Ack {
+            transfer_id: transfer(5),
+            ranks: vec![(TpRank(tp), PpRank(pp))],
+            number: None,
+        };
+        p.handle_message(at(secs(5)), D, Message::Ack(ack));
+    }
+    assert_eq!(ordered(&mut p), ["r5"]);
+}
+
+#[test]
 fn a_rank_counts_once() {
     let (mut p, _) = claimed();
     ack(&mut p, D, 5, &[0, 0]);

@@ -69,12 +69,13 @@ fn each_refusal_names_what_differs_and_both_values() {
 
 #[test]
 fn unlike_caches_are_refused_with_our_fields() {
-    let (reject, _) = refused(|h| {
+    let (reject, p) = refused(|h| {
         h.compat_digest = fields(&[("dtype", "bfloat16"), ("model", "tiny")])
             .digest()
             .to_vec();
     });
     assert_eq!(reject.code, RejectCode::Incompatible);
+    assert_eq!(p.counts().rejected_peers, 1);
     assert_eq!(reject.fields, Some(common_fields()));
     // A digest of another length is no way around it.
     let (reject, _) = refused(|h| h.compat_digest.truncate(16));

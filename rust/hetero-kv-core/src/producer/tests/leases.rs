@@ -170,6 +170,7 @@ fn slots_run_out_and_come_back_with_a_later_epoch() {
     p.handle_sent("r1");
     let full = try_finish(&mut p, at(secs(0)), 4, 4);
     assert_eq!(full, Err(OfferError::NoSlot));
+    assert_eq!((p.counts().granted, p.counts().refused_offers), (3, 3));
 }
 
 #[test]
