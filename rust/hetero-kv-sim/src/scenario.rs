@@ -87,8 +87,6 @@ pub struct Scenario {
 
 /// Tokens a block holds.
 pub const BLOCK_TOKENS: u32 = 4;
-/// Most stages of a pipeline that is drawn: as many as decode pairs with.
-const STAGES_MAX: u32 = 1;
 /// Longest prompt.
 pub const PROMPT_TOKENS_MAX: u32 = 36;
 
@@ -119,7 +117,7 @@ impl Scenario {
         let shapes: Vec<Shape> = (0..4)
             .map(|_| Shape {
                 tp: rng.pick(&[1, 2, 4]),
-                pp: rng.pick(&[1, 1, 2, 3]).min(layers).min(STAGES_MAX),
+                pp: rng.pick(&[1, 1, 2, 3]).min(layers),
             })
             .collect();
         let striping = if rng.permille(500) {
