@@ -134,9 +134,9 @@ fn report_json(report: &LoadReport) -> String {
         "invalid_blocks": report.invalid_blocks,
         "planned_bytes": report.planned_bytes,
         "sources": report.reads.iter().map(|read| json!({
-            "dp": read.dp_rank,
-            "tp": read.tp_rank,
-            "pp": read.pp_rank,
+            "dp": read.route.dp_rank(),
+            "tp": read.route.tp_rank(),
+            "pp": read.route.pp_rank(),
             "bytes": read.bytes,
             "transport": read.transport,
         })).collect::<Vec<_>>(),

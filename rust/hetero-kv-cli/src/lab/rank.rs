@@ -270,7 +270,7 @@ impl Rank {
                         session: read.session.as_ref().map(name_of),
                         dialled: read.dialled.as_deref().map(str::to_owned),
                         engine: engine.clone(),
-                        tp: read.tp_rank.0,
+                        tp: read.route.tp_rank().0,
                         bytes: read.bytes,
                         transport: read.transport.to_owned(),
                     })

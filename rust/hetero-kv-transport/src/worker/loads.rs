@@ -288,9 +288,6 @@ impl ConsumerRank {
                 .map(|read| SourceRead {
                     session: read.session,
                     dialled: read.dialled,
-                    dp_rank: read.route.dp_rank(),
-                    tp_rank: read.route.tp_rank(),
-                    pp_rank: read.route.pp_rank(),
                     bytes: read.bytes,
                     transport: read.transport.map_or("none", TransportName::as_str),
                     route: read.route,
