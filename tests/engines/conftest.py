@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from . import matrix_report
-from .processes import warnings_of
+from .processes import told_by
 from .reference import Reference, ask_plain_engine
 
 
@@ -60,5 +60,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed and (running := cluster or given.get("site")) is not None:
         engines = running.engines
         for engine in engines.values() if isinstance(engines, dict) else engines:
-            report.sections.append((f"warnings of {engine.name}", warnings_of(engine)))
+            report.sections.append((f"told by {engine.name}", told_by(engine)))
     return report

@@ -109,11 +109,14 @@ def wait_until(
         time.sleep(interval_s)
 
 
-_WARNED = re.compile(r"\b(WARN|WARNING|ERROR|CRITICAL|panicked)\b")
+# A line of our threads begins with its time in UTC; of vLLM's, warnings tell of its own start only.
+_OURS = re.compile(r"^\S+Z +(?P<level>TRACE|DEBUG|INFO|WARN|ERROR) |hetero_kv: ")
+_FAILED = re.compile(r"\b(ERROR|CRITICAL|panicked|Traceback)\b")
 
 
-def warnings_of(engine: Engine, lines_max: int = 60) -> str:
-    """The last lines of its log that warn, our connector's and vLLM's."""
-    text = engine.process.log_path.read_text(errors="replace")
-    telling = [line[:400] for line in text.splitlines() if _WARNED.search(line)]
-    return "\n".join(telling[-lines_max:])
+def told_by(engine: Engine, lines_max: int = 40) -> str:
+    """What its log says of a failure: the last lines of our connector, then the last errors."""
+    lines = [line[:400] for line in engine.process.log_path.read_text(errors="replace").splitlines()]
+    ours = [line for line in lines if _OURS.search(line)]
+    failed = [line for line in lines if _FAILED.search(line) and not _OURS.search(line)]
+    return "\n".join([*ours[-lines_max:], *failed[-lines_max // 4 :]])
