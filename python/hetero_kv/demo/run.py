@@ -81,11 +81,12 @@ FAULT_FLIP = "flip-source"
 
 # Connector settings for engines that share a few cores. A rank that spins in lock-step keeps the
 # processor from the one that it waits for; and a virtual machine may take it from all of them for
-# longer than the ten seconds in which a claim has to be answered.
+# longer than the ten seconds in which a claim has to be answered, or fifteen of silence.
 SHARED_CORES: dict[str, object] = {
     "lock_step_wait_ms": 5,
     "claim_timeout_s": 60,
     "lease_s": 60,
+    "peer_silence_s": 60,
 }
 
 # A Unix socket's address takes so many bytes of path. vLLM and multiprocessing put sockets with

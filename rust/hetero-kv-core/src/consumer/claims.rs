@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::Consumer;
-use super::peer::{PeerAddress, PeerState};
+use super::peer::{Peer, PeerAddress, PeerState};
 use super::transfer::{Claiming, Phase, Question, Transfer};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{PpRank, TpRank, TransferId};
@@ -225,11 +225,12 @@ impl Consumer {
         }
     }
 
-    fn sweep_claim(&mut self, now: Time, id: TransferId) {
+    pub(super) fn sweep_claim(&mut self, now: Time, id: TransferId) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
         let peer_id = transfer.peer;
+        let ready = self.peers.get(&peer_id).is_some_and(Peer::is_ready);
         match &mut transfer.claiming {
             Claiming::Waiting | Claiming::Asked { .. } => {
                 if transfer.created_at + self.options.claim_timeout <= now {
@@ -251,7 +252,7 @@ impl Consumer {
             } => {
                 if *deadline <= now {
                     self.fail_transfer(now, id, expired(id));
-                } else if *renew_at <= now && renewal.is_none() {
+                } else if *renew_at <= now && renewal.is_none() && ready {
                     self.next_question += 1;
                     let question = Question {
                         number: self.next_question,
@@ -266,6 +267,27 @@ impl Consumer {
                 }
             }
             Claiming::Failed(_) => {}
+        }
+    }
+
+    /// The connection to its holder broke and is dialled again. A lease that was granted stands: it
+    /// ends by its time alone, and reading under it needs no control connection. Questions on their
+    /// way are asked anew.
+    pub(super) fn await_holder(&mut self, now: Time, peer_id: PeerId) {
+        for transfer in self.transfers.values_mut() {
+            if transfer.peer != peer_id {
+                continue;
+            }
+            match &mut transfer.claiming {
+                Claiming::Asked { .. } => transfer.claiming = Claiming::Waiting,
+                Claiming::Granted {
+                    renew_at, renewal, ..
+                } => {
+                    *renewal = None;
+                    *renew_at = now;
+                }
+                Claiming::Waiting | Claiming::Failed(_) => {}
+            }
         }
     }
 
@@ -363,22 +385,13 @@ impl Consumer {
                 self.transfers.remove(&id);
                 self.send(peer_id, message);
             }
-            Some(PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_))
-                if !matches!(transfer.claiming, Claiming::Failed(_)) =>
-            {
-                // Settled when the handshake is through, or failed when its time is up.
+            Some(PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_)) => {
+                // Settled when the handshake is through, or forgotten when its time is up.
                 if let Some(transfer) = self.transfers.get_mut(&id) {
                     transfer.linger_until = None;
                 }
             }
-            Some(
-                PeerState::Idle
-                | PeerState::Dialing
-                | PeerState::Greeting
-                | PeerState::Asking(_)
-                | PeerState::Down { .. },
-            )
-            | None => {
+            Some(PeerState::Idle | PeerState::Down { .. }) | None => {
                 self.transfers.remove(&id);
             }
         }

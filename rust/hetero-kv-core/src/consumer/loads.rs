@@ -54,11 +54,14 @@ impl Consumer {
                 }
                 let first = *first_block;
                 let ours = self.options.block_size;
-                let theirs = match self.peers.get(&transfer.peer).map(|peer| &peer.state) {
-                    Some(PeerState::Ready(layout)) => source_block_tokens(layout, ours),
-                    // Granted by it, so it was ready; what it holds is read by the workers.
-                    Some(_) | None => ours,
+                // How the holder's blocks are laid out is known while it is paired. Its connection
+                // may have broken since it granted; the lease stands while it is dialled again.
+                let Some(PeerState::Ready(layout)) =
+                    self.peers.get(&transfer.peer).map(|peer| &peer.state)
+                else {
+                    return;
                 };
+                let theirs = source_block_tokens(layout, ours);
                 // Blocks of both sides count tokens of one sequence, which are below 2^32.
                 let first_token = u64::from(ours) * first as u64;
                 let source_first = (first_token / u64::from(theirs)) as usize;

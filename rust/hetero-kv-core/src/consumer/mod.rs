@@ -72,6 +72,10 @@ pub const MISMATCH_LINGER: Duration = Duration::from_secs(2);
 /// Longest pause between attempts to reach a peer.
 pub const BACKOFF_MAX: Duration = Duration::from_secs(5);
 
+/// How long a second try for a connection that broke may take before what waits for it fails: a
+/// prefill engine that is gone is to be known in two seconds, and one that lives answers in less.
+pub const RESUME_MAX: Duration = Duration::from_secs(2);
+
 /// How long an incompatible pair is refused without asking again.
 pub const REFUSAL_KEPT: Duration = Duration::from_secs(10);
 
@@ -197,7 +201,7 @@ impl Consumer {
     pub fn poll_timeout(&self) -> Option<Time> {
         let peers = self.peers.values().filter_map(|peer| match &peer.state {
             PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_) => {
-                Some(peer.since + self.options.claim_timeout)
+                Some(peer.handshake_due(&self.options))
             }
             PeerState::Ready(_) => Some(
                 peer.ping_due(&self.options)
@@ -215,7 +219,7 @@ impl Consumer {
                     renew_at,
                     renewal,
                     ..
-                } => Some(if renewal.is_some() {
+                } => Some(if renewal.is_some() || !self.is_ready(transfer.peer) {
                     *deadline
                 } else {
                     (*renew_at).min(*deadline)
@@ -271,15 +275,16 @@ impl Consumer {
 
     /// Prefill engines that are paired at this moment.
     pub fn peers_ready(&self) -> usize {
-        self.peers
-            .values()
-            .filter(|peer| matches!(peer.state, PeerState::Ready(_)))
-            .count()
+        self.peers.values().filter(|peer| peer.is_ready()).count()
     }
 
     /// Requests and transfers still known, for leak tests: (requests, transfers).
     pub fn open(&self) -> (usize, usize) {
         (self.requests.len(), self.transfers.len())
+    }
+
+    fn is_ready(&self, peer_id: PeerId) -> bool {
+        self.peers.get(&peer_id).is_some_and(Peer::is_ready)
     }
 
     fn note(&mut self, warning: bool, text: String) {

@@ -1,7 +1,7 @@
 //! The control plane: dialling, greeting and pairing with prefill engines, and losing them.
 
-use super::peer::{Peer, PeerAddress, PeerState, check_layout, refusal};
-use super::{BACKOFF_MAX, Consumer, ConsumerOutput, PEERS_MAX, REFUSAL_KEPT};
+use super::peer::{Peer, PeerAddress, PeerState, Resuming, check_layout, refusal};
+use super::{BACKOFF_MAX, Consumer, ConsumerOutput, PEERS_MAX, REFUSAL_KEPT, RESUME_MAX};
 use crate::failure::{Failure, FailureReason};
 use crate::ids::TransferId;
 use crate::step::PeerId;
@@ -62,7 +62,7 @@ impl Consumer {
             ),
             PeerState::Down { .. } => return,
         };
-        self.lose(now, peer_id, Failure::new(reason, text));
+        self.resume_or_lose(now, peer_id, Failure::new(reason, text));
     }
 
     /// A message has come.
@@ -257,6 +257,7 @@ impl Consumer {
             self.identity.pp_size,
         );
         peer.failures = 0;
+        peer.resuming = None;
         peer.enter(now, PeerState::Ready(layout));
         self.note(false, text);
         self.stands(peer_id);
@@ -269,6 +270,7 @@ impl Consumer {
             .collect();
         for id in waiting {
             self.ask(now, id);
+            self.sweep_claim(now, id);
             self.settle_when_unused(now, id);
         }
     }
@@ -307,6 +309,29 @@ impl Consumer {
         self.lose(now, peer_id, failure);
     }
 
+    /// The connection is gone, whoever noticed. One that was paired is dialled again at once where
+    /// transfers need it: a firewall, a switch or a stalled host may have cut it, and the leases are
+    /// still held. A connection that breaks as soon as it stands is not worth that.
+    fn resume_or_lose(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
+        let needed = self.transfers.values().any(|t| t.peer == peer_id);
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
+        if !needed || !peer.is_ready() || now.since(peer.since) < self.options.backoff {
+            self.lose(now, peer_id, failure);
+            return;
+        }
+        let text = format!("{}; it is dialled again", failure.text);
+        peer.resuming = Some(Resuming {
+            why: failure,
+            until: now + RESUME_MAX,
+        });
+        peer.enter(now, PeerState::Idle);
+        self.note(true, text);
+        self.await_holder(now, peer_id);
+        self.wake_peer(now, peer_id);
+    }
+
     /// The peer is down: everything that depends on it fails at once.
     pub(super) fn lose(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
         if self.peers.get(&peer_id).is_some_and(|peer| peer.scout) {
@@ -333,6 +358,12 @@ impl Consumer {
                 until: now + pause,
             },
         );
+        // What was under way fails by the break, whatever the second try met.
+        let broken = peer.resuming.take().map(|Resuming { why, .. }| {
+            let text = format!("{}; dialled again: {}", why.text, failure.text);
+            Failure { text, ..why }
+        });
+        let failure = broken.unwrap_or(failure);
         self.note(true, failure.text.clone());
         let lost: Vec<TransferId> = self
             .transfers
@@ -342,6 +373,8 @@ impl Consumer {
             .collect();
         for id in lost {
             self.fail_transfer(now, id, failure.clone());
+            // One that had failed before, and waited to tell the holder.
+            self.settle_when_unused(now, id);
         }
     }
 
@@ -354,14 +387,16 @@ impl Consumer {
             let place = peer.place();
             match &peer.state {
                 PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_)
-                    if peer.since + self.options.claim_timeout <= now =>
+                    if peer.handshake_due(&self.options) <= now =>
                 {
+                    let time = if peer.resuming.is_some() {
+                        RESUME_MAX
+                    } else {
+                        self.options.claim_timeout
+                    };
                     let failure = Failure::new(
                         FailureReason::Unreachable,
-                        format!(
-                            "{place}: no handshake within {:?}",
-                            self.options.claim_timeout
-                        ),
+                        format!("{place}: no handshake within {time:?}"),
                     );
                     self.hang_up(now, peer_id, failure);
                 }
@@ -375,7 +410,8 @@ impl Consumer {
                             now.since(peer.heard_at)
                         ),
                     );
-                    self.hang_up(now, peer_id, failure);
+                    self.outputs.push_back(ConsumerOutput::Close(peer_id));
+                    self.resume_or_lose(now, peer_id, failure);
                 }
                 PeerState::Ready(_) if peer.ping_due(&self.options) <= now => {
                     peer.pinged_at = now;

@@ -6,6 +6,9 @@
 //!            |          |          |         |
 //!            +----------+----+-----+---------+--> Down(why, until) -> Dialing
 //! ```
+//!
+//! A paired peer whose connection breaks while transfers need it is dialled again at once, and only
+//! if that fails does it go down.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,6 +61,8 @@ pub(super) struct Peer {
     pub(super) doubted_at: Option<Time>,
     /// Failures in a row, for back-off.
     pub(super) failures: u32,
+    /// The break that it is being dialled again for.
+    pub(super) resuming: Option<Resuming>,
     /// Whether the workers have its card.
     pub(super) announced: bool,
     /// Last use by a request, for eviction.
@@ -66,6 +71,15 @@ pub(super) struct Peer {
     pub(super) transfers: u64,
     /// Of its ranks as sources.
     pub(super) health: Health,
+}
+
+/// A second try for a connection that broke.
+#[derive(Clone, Debug)]
+pub(super) struct Resuming {
+    /// How it broke.
+    pub(super) why: Failure,
+    /// When whatever waits for it fails.
+    pub(super) until: Time,
 }
 
 impl Peer {
@@ -79,6 +93,7 @@ impl Peer {
             pinged_at: now,
             doubted_at: None,
             failures: 0,
+            resuming: None,
             announced: false,
             used_at: now,
             transfers: 0,
@@ -107,6 +122,18 @@ impl Peer {
         let asked_at = self.doubted_at?;
         let silence = options.peer_silence.max(options.heartbeat * 3);
         Some((self.heard_at + silence).max(asked_at + options.heartbeat * 2))
+    }
+
+    /// When a handshake under way has taken too long.
+    pub(super) fn handshake_due(&self, options: &ConsumerOptions) -> Time {
+        let due = self.since + options.claim_timeout;
+        self.resuming
+            .as_ref()
+            .map_or(due, |resuming| due.min(resuming.until))
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self.state, PeerState::Ready(_))
     }
 
     /// What to call it in messages.

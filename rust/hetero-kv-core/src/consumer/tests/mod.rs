@@ -9,6 +9,7 @@ mod leases;
 mod life;
 mod pairs;
 mod peers;
+mod resume;
 mod siblings;
 
 use super::{Consumer, ConsumerOptions};

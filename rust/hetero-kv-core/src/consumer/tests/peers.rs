@@ -1,6 +1,6 @@
 //! Heartbeats, silence, back-off, new starts, the table of peers.
 
-use super::super::{BACKOFF_MAX, ConsumerOutput, PEERS_MAX, PeerAddress};
+use super::super::{BACKOFF_MAX, ConsumerOutput, PEERS_MAX, PeerAddress, RESUME_MAX};
 use super::*;
 use crate::ids::Incarnation;
 use crate::step::PeerId;
@@ -107,8 +107,11 @@ fn silence_set_shorter_than_three_heartbeats_is_taken_for_three() {
     silence(&mut pair);
     pair.run(ms(14_900));
     assert_eq!(pair.count_sent(|m| matches!(m, Message::Ping)), 2);
-    assert_eq!(pair.consumers[0].counts().failures.len(), 0);
+    assert_eq!(pair.consumers[0].peers_ready(), 1);
     pair.run(ms(200));
+    assert_eq!(pair.consumers[0].peers_ready(), 0);
+    // Dialled again, and not answered either.
+    pair.run(RESUME_MAX);
     assert_failed(&pair.consumers[0], FailureReason::PeerLost, "");
 }
 
