@@ -225,7 +225,7 @@ impl Consumer {
         }
     }
 
-    pub(super) fn sweep_claim(&mut self, now: Time, id: TransferId) {
+    fn sweep_claim(&mut self, now: Time, id: TransferId) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };

@@ -270,7 +270,6 @@ impl Consumer {
             .collect();
         for id in waiting {
             self.ask(now, id);
-            self.sweep_claim(now, id);
             self.settle_when_unused(now, id);
         }
     }

@@ -1,4 +1,5 @@
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -42,7 +43,7 @@ fn prefilled(request_id: &str) -> Prefilled {
 }
 
 /// Takes orders until some are as wanted.
-fn orders_until(side: &SchedulerSide, wanted: impl Fn(&StepOrders) -> bool) -> StepOrders {
+fn orders_until(side: &SchedulerSide, mut wanted: impl FnMut(&StepOrders) -> bool) -> StepOrders {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let orders = side.take_orders();
@@ -215,4 +216,88 @@ fn one_engine_by_two_names_serves_under_both() {
         (2, 0, 0)
     );
     assert_eq!(p.figures().producer.expect("a producer").0.read_out, 2);
+}
+
+/// Something in the middle that can cut all that runs through it, as a firewall does that forgets.
+struct Relay {
+    port: u16,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Relay {
+    fn to(port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let relay = Self {
+            port: listener.local_addr().expect("bound").port(),
+            streams: Arc::default(),
+        };
+        let streams = Arc::clone(&relay.streams);
+        thread::spawn(move || {
+            while let Ok((near, _)) = listener.accept() {
+                let far = TcpStream::connect(("127.0.0.1", port)).expect("listens");
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let [mut from, mut to] = [from, to].map(|s| s.try_clone().expect("a file"));
+                    thread::spawn(move || std::io::copy(&mut from, &mut to));
+                }
+                streams.lock().expect("no panic").extend([near, far]);
+            }
+        });
+        relay
+    }
+
+    /// Connections cut.
+    fn cut(&self) -> usize {
+        let streams: Vec<_> = self.streams.lock().expect("no panic").drain(..).collect();
+        for stream in &streams {
+            // The peer may have been quicker.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        streams.len() / 2
+    }
+}
+
+#[test]
+fn a_control_connection_cut_under_requests_costs_none_of_them() {
+    let p = SchedulerSide::start(options("p", true)).expect("a free port");
+    let d = SchedulerSide::start(options("d", false)).expect("a thread");
+    let port = p.port().expect("a producer");
+    let relay = Relay::to(port);
+    let params = |held: &str| {
+        let text = p.prefilled(prefilled(held)).expect("held").to_json();
+        text.to_string()
+            .replace(&format!(":{port}"), &format!(":{}", relay.port))
+    };
+    let ask = |request: &str, params: &str| {
+        d.new_request(request, TransferParams::parse(params), prompt(), 8);
+        assert_eq!(d.matched_tokens(request, 0), 7);
+    };
+    ask("loads", &params("a"));
+    d.allocated("loads", &[BlockId(1), BlockId(2)], 7);
+    orders_until(&d, |orders| !orders.loads.is_empty());
+    ask("waits", &params("b"));
+    thread::sleep(consumer_options().backoff);
+    assert_eq!(relay.cut(), 1);
+    ask("comes", &params("c"));
+    let mut loads = Vec::new();
+    for (request, block) in [("waits", 3), ("comes", 5)] {
+        d.allocated(request, &[BlockId(block), BlockId(block + 1)], 7);
+    }
+    orders_until(&d, |orders| {
+        assert!(orders.cancels.is_empty(), "{:?}", orders.cancels);
+        assert!(orders.fails.is_empty(), "{:?}", orders.fails);
+        loads.extend(orders.loads.iter().map(|load| load.request_id.clone()));
+        loads.len() == 2
+    });
+    for request in ["loads", "waits", "comes"] {
+        d.received(request, false);
+        d.finished(request);
+    }
+    let mut released = 0;
+    orders_until(&p, |orders| {
+        released += orders.releases.len();
+        released == 3
+    });
+    let counts = d.figures().consumer.expect("a consumer");
+    assert_eq!((counts.reconnects, counts.failures.len()), (1, 0));
+    assert_eq!(p.figures().producer.expect("a producer").0.read_out, 3);
 }
