@@ -1,5 +1,6 @@
 //! Heartbeats, silence, back-off, new starts, the table of peers.
 
+use super::super::peer::Peer;
 use super::super::{BACKOFF_MAX, ConsumerOutput, PEERS_MAX, PeerAddress, RESUME_MAX};
 use super::*;
 use crate::ids::Incarnation;
@@ -113,6 +114,28 @@ fn silence_set_shorter_than_three_heartbeats_is_taken_for_three() {
     // Dialled again, and not answered either.
     pair.run(RESUME_MAX);
     assert_failed(&pair.consumers[0], FailureReason::PeerLost, "");
+}
+
+/// Three heartbeats of silence, or the time set where that is longer, and two after the first that went
+/// unanswered; never before one has.
+#[test]
+fn a_loss_is_due_by_the_later_of_silence_and_question() {
+    let due = |silence, asked_after: Option<u64>| {
+        let heard_at = at(secs(100));
+        let mut peer = Peer::new(address(1), heard_at);
+        peer.doubted_at = asked_after.map(|seconds| heard_at + secs(seconds));
+        let lost_due = peer.lost_due(&ConsumerOptions {
+            heartbeat: secs(5),
+            peer_silence: secs(silence),
+            ..options()
+        });
+        lost_due.map(|due| due.since(heard_at))
+    };
+    assert_eq!(due(60, None), None);
+    assert_eq!(due(60, Some(5)), Some(secs(60)));
+    assert_eq!(due(1, Some(1)), Some(secs(15)));
+    assert_eq!(due(1, Some(5)), Some(secs(15)));
+    assert_eq!(due(60, Some(90)), Some(secs(100)));
 }
 
 #[test]

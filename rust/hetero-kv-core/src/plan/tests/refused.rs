@@ -165,11 +165,19 @@ fn pages_that_cannot_be_cut_are_named_with_both_block_sizes() {
         "page_format: layer \"model.layers.0.self_attn.attn\" stores opaque pages on consumer \
          tp_rank 0, which cannot be cut by token; block_size: 2 on the source, 8 on the consumer"
     );
-    assert_eq!(
-        refused((4, 4), true, |given| given.tokens.first = 6),
-        "page_format: layer \"model.layers.0.self_attn.attn\" stores opaque pages on consumer \
-         tp_rank 0, which cannot be cut at token 6 in blocks of 4"
-    );
+    // Whichever side's pages they are.
+    let local = |given: &mut Given| given.local = Given::new((4, 4), false, one_stage()).local;
+    let remote = |given: &mut Given| given.remote = Given::new((4, 4), false, one_stage()).remote;
+    for token_side in [&|_: &mut Given| {}, &local, &remote] as [&dyn Fn(&mut Given); 3] {
+        assert_eq!(
+            refused((4, 4), true, |given| {
+                token_side(given);
+                given.tokens.first = 6;
+            }),
+            "page_format: layer \"model.layers.0.self_attn.attn\" stores opaque pages on consumer \
+             tp_rank 0, which cannot be cut at token 6 in blocks of 4"
+        );
+    }
 }
 
 #[test]

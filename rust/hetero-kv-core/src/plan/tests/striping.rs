@@ -5,8 +5,10 @@ use std::collections::BTreeSet;
 use super::draw::{Case, Draw, LayerDraw, tokens};
 use super::transfer::check;
 use super::world::{Rank, UNTOUCHED, source};
-use crate::ids::{PpRank, TpRank};
+use crate::ids::{PpRank, TpRank, TransferId};
 use crate::layout::RankCache;
+use crate::plan::choose::{Asker, SourceChooser};
+use crate::plan::stripe::stripes;
 use crate::plan::{Pairing, Striping, TokenRange, Transfer};
 
 const STRIPED: Striping = Striping {
@@ -149,4 +151,39 @@ fn the_threshold_holders_and_weights_shape_the_stripes() {
     let mut short = latent(16, 1, &[], at(1));
     short.tokens = tokens(0, 12);
     assert_eq!(reads(&short)[0].len(), 3);
+}
+
+/// Whoever counts sources or takes sessions by stripes counts none that reads nothing.
+#[test]
+fn a_stripe_has_a_unit_at_least() {
+    let holders = [0, 1, 2].map(TpRank);
+    let asker = Asker {
+        first_head: 0,
+        index: 0,
+        consumers: 1,
+        mapped: TpRank(0),
+    };
+    let weighted = |weights: &[u16], units| {
+        let chooser = SourceChooser::weighted(TransferId([7; 16]), weights.to_vec());
+        stripes(&chooser, &STRIPED, &holders, &asker, units, 1 << 20)
+    };
+    // The first of three has a share of 1 in 65,537 blocks; and two blocks are two stripes.
+    for (weights, units, ranks) in [
+        (&[1, u16::MAX, 1][..], 32, vec![1]),
+        (&[], 2, vec![0, 1, 2]),
+    ] {
+        let found = weighted(weights, units);
+        assert!(
+            found.iter().all(|stripe| stripe.first < stripe.past_last),
+            "{found:?}"
+        );
+        assert!(found.len() <= units as usize, "{found:?}");
+        let read: Vec<u32> = found.iter().map(|stripe| stripe.tp_rank.0).collect();
+        assert!(read.iter().all(|rank| ranks.contains(rank)), "{found:?}");
+        let count: u32 = found
+            .iter()
+            .map(|stripe| stripe.past_last - stripe.first)
+            .sum();
+        assert_eq!(count, units);
+    }
 }
