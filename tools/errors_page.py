@@ -154,6 +154,7 @@ ADVICE: dict[str, str] = {
     "StreamBroken": "The client's stream ends with an error event: see the decode engine's log.",
     "SubmitError": "The load fails as `transport`: limits are in the text; take load off.",
     "SyntaxError": "The client's 400: the body is not one JSON object.",
+    "TrialError": "`hetero-kv doctor check` says it of the two hosts' RDMA, with the way out.",
     "VerbsError": "At start the other transports serve, or with `transport: verbs` the engine "
     "stops; in a connect the next transport is tried. The text says what is missing and the way "
     "out: `docs/rdma.md`.",
@@ -204,7 +205,13 @@ def error_text(attributes: str) -> str:
     return re.sub(r"\\\n\s*", "", found[1]).replace('\\"', '"')
 
 
-def variants_of(body: str) -> Iterator[Variant]:
+def constants_of(source: str) -> dict[str, str]:
+    """Texts that a file names and its error texts take up."""
+    found = re.findall(r'^(?:pub )?const (\w+): &str =\s*"((?:[^"\\]|\\.)*)"', source, re.M | re.S)
+    return {name: re.sub(r"\\\n\s*", "", text).replace('\\"', '"') for name, text in found}
+
+
+def variants_of(body: str, constants: dict[str, str]) -> Iterator[Variant]:
     """The cases of an enum's body."""
     at = 0
     head = ""
@@ -220,7 +227,10 @@ def variants_of(body: str) -> Iterator[Variant]:
             head += body[at:end] + "\n"
             at = end
         elif (name := re.compile(r"[A-Z]\w*").match(body, at)) is not None:
-            yield Variant(name[0], doc_of(head), error_text(head))
+            text = error_text(head)
+            for constant, value in constants.items():
+                text = text.replace("{" + constant + "}", value)
+            yield Variant(name[0], doc_of(head), text)
             head = ""
             at = name.end()
             while at < len(body) and body[at] != ",":
@@ -248,7 +258,7 @@ def enums(root: Path) -> Iterator[Enum]:
                     found[1],
                     path.relative_to(root),
                     doc_of(before),
-                    tuple(variants_of(body)),
+                    tuple(variants_of(body, constants_of(text))),
                     is_error,
                 )
 

@@ -173,6 +173,53 @@ def lab_checks(lab: Path) -> list[Check]:
     return checks
 
 
+def doctor_checks(doctor: Path) -> list[Check]:
+    """What ``hetero-kv doctor`` says of a device of the kernel's, and of what is missing."""
+    command = f"{shlex.quote(str(doctor))} doctor"
+    # No vLLM is looked for; that check fails, and the others are read.
+    host = f"{command} --host 127.0.0.1 --seconds 0 --rdma require --python true"
+    between = (
+        f"{command} listen --listen 127.0.0.1:7000 --rdma require > /run/listen &"
+        " for i in $(seq 100); do grep -q listening /run/listen && break; sleep 0.1; done;"
+        f" {command} check 127.0.0.1:7000 --rdma require --seconds 0 | tee /run/o &&"
+        " grep -q '^ok    rdma .*reads 4194304 bytes of rxe0 port 1 .* there, all right' /run/o"
+    )
+    told = (
+        f"{host} | tee /run/o;"
+        " grep -q '^ok    rdma device .*rxe0 port 1 GID .* is taken of rxe0 (port 1 ACTIVE, "
+        "Ethernet, MTU .* GIDs: .*(RoCE v2, IPv4)' /run/o &&"
+        " grep -q '^ok    rdma library .*libibverbs' /run/o"
+    )
+    wrong = "".join(
+        f"{prepare} {host} {flags} | tee /run/o; grep -Eq '^FAIL  {line}' /run/o || exit 1; "
+        for prepare, flags, line in (
+            ("", "--verbs-device mlx5_77", "rdma device .*does not exist.*set one of: rxe0"),
+            (
+                "",
+                "--verbs-gid-index 77",
+                "rdma device .*GID of index 77: its GIDs: 0 .*ip addr add",
+            ),
+            (
+                "setpriv --bounding-set -ipc_lock prlimit --memlock=65536",
+                "",
+                "locked memory .*64 KiB.*raise it: .ulimit -l unlimited",
+            ),
+            (
+                "modprobe -q dummy; ip link add dum0 type dummy; rdma link delete rxe0;"
+                " rdma link add rxe1 type rxe netdev dum0;",
+                "",
+                "rdma device .*port 1 of rxe1 is DOWN, not ACTIVE.*ip link set DEV up",
+            ),
+            ("rdma link delete rxe1;", "", "rdma device .*libibverbs finds no device.*rdma link"),
+        )
+    )
+    return [
+        Check("doctor: a device is told", ["bash", "-c", told], 60, by_status),
+        Check("doctor: two ends", ["bash", "-c", between], 60, by_status),
+        Check("doctor: what is missing is told", ["bash", "-c", wrong], 60, by_status),
+    ]
+
+
 def rust_checks(transport: dict[str, Path]) -> list[Check]:
     required = ["env", "HETERO_KV_REQUIRE_RDMA=1"]
     library = str(transport["hetero_kv_transport"])
@@ -313,6 +360,7 @@ def main() -> int:
     transport = executables(["test", "--no-run", "-p", "hetero-kv-transport"])
     cli = executables(["build", "-p", "hetero-kv-cli"])
     in_machine = rust_checks(transport) + lab_checks(cli["hetero-kv"])
+    in_machine += doctor_checks(cli["hetero-kv"])
     in_machine += python_checks(arguments.wheel, arguments.python, logs)
     checks = double_checks(transport, cli["hetero-kv"], logs)
     total = Counts()

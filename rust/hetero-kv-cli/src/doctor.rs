@@ -61,9 +61,15 @@ enum Command {
     /// The process that reads it.
     #[command(hide = true)]
     Reader,
-    /// Says whether the library it was started with is mapped.
+    /// Says what the verbs library finds.
     #[command(hide = true)]
-    Mapped(rdma::MappedArgs),
+    RdmaLook(rdma::roles::LookArgs),
+    /// The process whose memory is read by RDMA.
+    #[command(hide = true)]
+    RdmaHolder(rdma::roles::HolderArgs),
+    /// The process that reads it.
+    #[command(hide = true)]
+    RdmaReader(rdma::roles::ReaderArgs),
 }
 
 /// Whether something is to be used.
@@ -84,6 +90,8 @@ enum TransportChoice {
     Auto,
     /// Process memory only.
     Process,
+    /// RDMA only.
+    Verbs,
     /// TCP only.
     Tcp,
 }
@@ -114,15 +122,14 @@ struct HostArgs {
     /// beside this executable, else python3]
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
-    /// The connector's `transport`: with `process`, memory that cannot be read is a FAIL
+    /// The connector's `transport`: what one set by name needs and is missing is a FAIL
     #[arg(long, value_enum, default_value = "auto")]
     transport: TransportChoice,
     /// The connector's `allow_ptracer`
     #[arg(long)]
     allow_ptracer: bool,
-    /// Whether engines of this host are to use RDMA
-    #[arg(long, value_enum, default_value = "auto")]
-    rdma: Use,
+    #[command(flatten)]
+    rdma: rdma::Flags,
     /// Seconds of each throughput measurement; 0: none
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=SECONDS_MAX))]
     seconds: u32,
@@ -139,7 +146,9 @@ pub(crate) fn run(args: &Args) -> Result<Verdict> {
         Some(Command::Check(check)) => peer::run(check),
         Some(Command::Holder(holder)) => process_roles::hold(holder),
         Some(Command::Reader) => process_roles::read(),
-        Some(Command::Mapped(mapped)) => rdma::say_mapped(mapped),
+        Some(Command::RdmaLook(look)) => rdma::roles::look(look),
+        Some(Command::RdmaHolder(holder)) => rdma::roles::hold(holder),
+        Some(Command::RdmaReader(reader)) => rdma::roles::read(reader),
     }
 }
 
@@ -158,7 +167,11 @@ fn check_host(args: &HostArgs) -> Result<Verdict> {
     }
     report.add(resources::descriptors(args.tp, args.peers))?;
     report.add(resources::threads(args.dp, args.tp, args.peers))?;
-    if args.transport != TransportChoice::Tcp {
+    let reads_memory = match args.transport {
+        TransportChoice::Auto | TransportChoice::Process => true,
+        TransportChoice::Verbs | TransportChoice::Tcp => false,
+    };
+    if reads_memory {
         let wanted = process_memory::Wanted {
             required: args.transport == TransportChoice::Process,
             allow_ptracer: args.allow_ptracer,
@@ -172,7 +185,9 @@ fn check_host(args: &HostArgs) -> Result<Verdict> {
         let address = bound.map_or(IpAddr::from([127, 0, 0, 1]), machine::dialled_here);
         report.add(loopback::check(address, args.seconds))?;
     }
-    for finding in rdma::check(args.rdma) {
+    let rdma_alone = args.transport == TransportChoice::Verbs;
+    let host = bound.map(|bound| bound.to_string());
+    for finding in rdma::check(&args.rdma, rdma_alone, host.as_deref()) {
         report.add(finding)?;
     }
     let python = args.python.clone().unwrap_or_else(crate::demo::python);

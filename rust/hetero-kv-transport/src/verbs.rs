@@ -13,6 +13,8 @@
 //! | `sys` | the library's types, written by a script |
 //! | `library`, `device`, `memory`, `completion`, `queue_pair` | its objects, one each; whatever is made of another keeps it alive |
 //! | `node` | what one process has: a device, registered memory, its events |
+//! | `gid` | addresses of a port, and which of them can be used |
+//! | `survey`, `trial` | what `hetero-kv doctor` looks at: every device, and a connection between two hosts |
 //! | `path` | what two ports agree on |
 //! | `work`, `lane`, `connection` | runs to requests; one queue pair's queue; the reading end |
 //! | `holder` | the holding end |
@@ -21,6 +23,7 @@ mod completion;
 mod connection;
 mod device;
 mod error;
+mod gid;
 pub(crate) mod holder;
 mod lane;
 mod library;
@@ -28,9 +31,12 @@ mod memory;
 mod node;
 mod path;
 mod queue_pair;
+mod survey;
 mod sys;
+pub mod trial;
 mod work;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use hetero_kv_core::time::Time;
@@ -39,8 +45,9 @@ use hetero_kv_core::wire::data::{QueuePairEnd, QueuePairEnds, VerbsRefused};
 use hetero_kv_core::wire::{Kind, decode, encode};
 
 pub use device::DeviceChoice;
-pub use error::{Verb, VerbsError, WorkFailure};
+pub use error::{RAISE_LOCKED_MEMORY, Verb, VerbsError, WorkFailure};
 pub use node::{Node, VerbsOptions};
+pub use survey::{DeviceSeen, PortSeen, survey};
 
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::LocalMemory;
@@ -56,14 +63,14 @@ use node::BATCH_REQUESTS_MAX;
 use path::{Path, fresh_packet_number};
 use queue_pair::QueuePair;
 
-/// Opens the device and port of the choice and closes them again: which ones they are, or why there
-/// is no RDMA.
+/// Opens the device and port of the choice and closes them again: which ones they are, and the GID
+/// that a process takes which `advertised` is the address of; or why there is no RDMA.
 ///
 /// # Errors
 /// [`VerbsError`], whose text says what is missing and how to mend it.
-pub fn probe(choice: &DeviceChoice) -> Result<String, VerbsError> {
+pub fn probe(choice: &DeviceChoice, advertised: Option<IpAddr>) -> Result<String, VerbsError> {
     let (context, port) = device::open(choice)?;
-    Ok(format!("{} port {}", context.name, port.number))
+    Ok(port.describe(&context.name, port.own_gid(advertised)))
 }
 
 /// Reads by the queue pairs of one opened device.

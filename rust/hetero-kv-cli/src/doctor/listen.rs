@@ -14,11 +14,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::ports::{PortRange, parse_range};
+use super::rdma::between::{Holder, at_listener};
+use super::rdma::roles::Site as RdmaSite;
 use super::report::{Finding, Report, one_line};
 use super::stream::{Deadline, receive_line, receive_stream, send_line, send_stream};
 use super::versions::{VERSION, WIRE};
 use super::wire::{Answer, Ask, Endpoint, Question, Seen, boot_id, parse_endpoint};
-use super::{COUNT_MAX, machine};
+use super::{COUNT_MAX, Use, machine, rdma};
 use crate::output::{Verdict, print};
 
 /// Connections at once: one checker has one, and a burst of strangers must not take threads
@@ -51,6 +53,8 @@ pub(crate) struct Args {
     /// Data listeners, one for each worker (16 at most)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=COUNT_MAX))]
     tp: u32,
+    #[command(flatten)]
+    rdma: rdma::Flags,
     /// Seconds after which to end by itself
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
@@ -64,6 +68,7 @@ struct Site {
     run: String,
     advertise: Endpoint,
     data_ports: Vec<u16>,
+    rdma: Holder,
 }
 
 /// Ends when its time is over; exit 1 when it cannot listen.
@@ -77,6 +82,13 @@ pub(super) fn run(args: &Args) -> Result<Verdict> {
             return report.end();
         }
     };
+    let required = args.rdma.rdma == Use::Require;
+    let rdma = at_listener(&site.rdma.site, required);
+    if rdma.failed() {
+        let mut report = Report::new(args.json);
+        report.add(rdma)?;
+        return report.end();
+    }
     let control = listeners[0].local_addr().context("control listener")?;
     let ports: Vec<String> = site.data_ports.iter().map(u16::to_string).collect();
     print(&if args.json {
@@ -84,14 +96,16 @@ pub(super) fn run(args: &Args) -> Result<Verdict> {
             "listening": control.to_string(),
             "advertise": site.advertise,
             "data_ports": site.data_ports,
+            "rdma": rdma,
         });
         format!("{line}\n")
     } else {
         format!(
-            "listening on {control}, data ports {}, for {} s\non the decode host: hetero-kv doctor \
+            "listening on {control}, data ports {}, for {} s\n{}on the decode host: hetero-kv doctor \
              check {}\n",
             ports.join(", "),
             args.seconds,
+            rdma.line(),
             site.advertise
         )
     })?;
@@ -132,10 +146,18 @@ fn open(args: &Args) -> Result<(Vec<TcpListener>, Site), ListenError> {
     if advertise.port == 0 {
         advertise.port = ports[0];
     }
+    let bind_host = args.advertise.as_ref().map(|_| args.listen.host.as_str());
+    let rdma = Holder::start(
+        &args.rdma,
+        &advertise.host,
+        bind_host,
+        args.port_range.as_ref(),
+    );
     let site = Site {
         run: getrandom::u64().map_or_else(|_| boot_id(), |word| format!("{word:016x}")),
         advertise,
         data_ports: ports[1..].to_vec(),
+        rdma,
     };
     Ok((listeners, site))
 }
@@ -219,12 +241,21 @@ fn answer(stream: &TcpStream, site: &Site) -> io::Result<String> {
             boot_id: boot_id(),
             advertise: site.advertise.clone(),
             data_ports: site.data_ports.clone(),
+            knows_rdma: true,
         },
         Deadline::after(SLACK),
     )?;
     let time = |ms| Duration::from_millis(ms).min(STREAM_TIME_MAX);
     let (moved, what) = match question.ask {
         Ask::Hello => return Ok(format!("hello of {}", question.version)),
+        Ask::Rdma => {
+            send_line(stream, &site.rdma.site, Deadline::after(SLACK))?;
+            return Ok(match &site.rdma.site {
+                RdmaSite::Off => "told that RDMA is off".into(),
+                RdmaSite::Lacks(_) => "told that there is no RDMA".into(),
+                RdmaSite::Here(held) => format!("told of {}", held.device),
+            });
+        }
         Ask::Upload { ms } => {
             let deadline = Deadline::after(time(ms) + SLACK);
             (receive_stream(stream, deadline)?, "received")

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::SECONDS_MAX;
 use super::dial::{DialError, dial_host};
+use super::rdma::roles::Site;
 use super::report::{Finding, Report};
 use super::segments;
 use super::stream::{
@@ -15,6 +15,7 @@ use super::stream::{
 };
 use super::versions::{self, VERSION};
 use super::wire::{Answer, Ask, Endpoint, Question, Seen, boot_id, parse_endpoint};
+use super::{SECONDS_MAX, rdma};
 use crate::output::Verdict;
 
 /// For the listener's line.
@@ -31,6 +32,8 @@ pub(crate) struct Args {
     /// Where `hetero-kv doctor listen` listens
     #[arg(value_name = "HOST:PORT", value_parser = parse_endpoint)]
     target: Endpoint,
+    #[command(flatten)]
+    rdma: rdma::Flags,
     /// Seconds of each throughput measurement; 0: none
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=SECONDS_MAX))]
     seconds: u32,
@@ -68,6 +71,9 @@ pub(super) fn run(args: &Args) -> Result<Verdict> {
             "host",
             "both ends are on one host; `hetero-kv doctor` tells whether process memory works",
         ))?;
+    }
+    if answer.knows_rdma {
+        report.add(rdma_between(address, &args.rdma))?;
     }
     let large = segments::check(address);
     let passes = !large.failed();
@@ -205,6 +211,25 @@ fn data_ports(answer: &Answer) -> Finding {
     }
     let shown: Vec<String> = ports.iter().map(u16::to_string).collect();
     Finding::ok(check, format!("{host} {}", shown.join(", ")))
+}
+
+/// Asks what the listener has for RDMA, and tries it.
+fn rdma_between(address: SocketAddr, flags: &rdma::Flags) -> Finding {
+    let asked = super::dial::dial(address, SLACK, None)
+        .map_err(|error| io::Error::other(error.to_string()))
+        .and_then(|stream| {
+            ask(&stream, Ask::Rdma)?;
+            let site: Site = receive_line(&stream, Deadline::after(ANSWER_TIMEOUT))?;
+            Ok((site, stream.local_addr().ok()))
+        });
+    match asked {
+        Ok((site, from)) => rdma::between::check(&site, flags, from),
+        Err(error) => Finding::fail(
+            "rdma",
+            format!("the listener does not say what it has for RDMA: {error}"),
+            "start `hetero-kv doctor listen` there again, of the same version",
+        ),
+    }
 }
 
 /// Which way a stream goes.

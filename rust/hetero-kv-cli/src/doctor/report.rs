@@ -90,7 +90,8 @@ impl Finding {
         self.status == Status::Fail
     }
 
-    fn line(&self) -> String {
+    /// As it is printed.
+    pub(crate) fn line(&self) -> String {
         let status = match self.status {
             Status::Ok => "ok",
             Status::Warn => "warn",

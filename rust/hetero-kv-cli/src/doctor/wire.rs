@@ -64,6 +64,9 @@ pub(super) enum Ask {
     Upload { ms: u64 },
     /// The listener sends a stream until one of the two is reached.
     Download { bytes: u64, ms: u64 },
+    /// The listener says, in a line of its own, what it has for RDMA
+    /// ([`super::rdma::roles::Site`]). Only of one that [`Answer::knows_rdma`].
+    Rdma,
 }
 
 /// The listener's line.
@@ -84,6 +87,9 @@ pub(super) struct Answer {
     /// Further ports of the same host, as an engine's workers would have.
     #[serde(default)]
     pub(super) data_ports: Vec<u16>,
+    /// Whether [`Ask::Rdma`] is understood.
+    #[serde(default)]
+    pub(super) knows_rdma: bool,
 }
 
 /// The listener's end of a stream.

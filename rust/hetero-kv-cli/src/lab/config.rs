@@ -100,7 +100,7 @@ impl Plan {
         match transport {
             Transport::Process | Transport::Tcp => {}
             Transport::Verbs => {
-                verbs::probe(&DeviceChoice::default()).context("--transport verbs")?;
+                verbs::probe(&DeviceChoice::default(), None).context("--transport verbs")?;
             }
             Transport::Mori => {
                 bail!("--transport mori is not available in lab: MoRI-IO's engine is Python's");

@@ -2,20 +2,16 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_int};
-use std::fs;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::error::VerbsError;
+use super::gid::{self, Gid};
 use super::library::{self, Library};
 use super::sys;
-
-/// GIDs looked at: no device known has more.
-const GIDS_MAX: i32 = 1024;
 
 /// An opened device. Closed with its last user, but never by a forked child: the descriptor behind
 /// it is shared with the parent, whose objects a call of the child would end.
@@ -91,39 +87,6 @@ pub(super) fn checked(verb: &'static str, status: c_int) -> Result<(), VerbsErro
     }
 }
 
-/// A GID with its place in the port's table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Gid {
-    pub(super) index: u8,
-    pub(super) raw: [u8; 16],
-}
-
-impl Gid {
-    fn address(self) -> Ipv6Addr {
-        Ipv6Addr::from(self.raw)
-    }
-
-    /// Which kind of network it is of; both ends of a queue pair have to be of one.
-    fn family(self) -> Family {
-        let address = self.address();
-        if address.to_ipv4_mapped().is_some() {
-            Family::V4
-        } else if address.is_unicast_link_local() {
-            Family::LinkLocal
-        } else {
-            Family::V6
-        }
-    }
-}
-
-/// Best first, where nothing else decides: a link-local address reaches no further than its link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Family {
-    V4,
-    V6,
-    LinkLocal,
-}
-
 /// One port, and the GIDs of it that can be used.
 #[derive(Clone, Debug)]
 pub(super) struct Port {
@@ -148,6 +111,16 @@ impl Port {
             index: 0,
             raw: [0; 16],
         })
+    }
+
+    /// Device, port and GID, for people.
+    pub(super) fn describe(&self, device: &str, gid: Gid) -> String {
+        format!(
+            "{device} port {} GID {} ({})",
+            self.number,
+            gid.index,
+            gid.address()
+        )
     }
 
     /// The GID to reach a peer's by, `own` where it does.
@@ -193,10 +166,45 @@ pub(super) fn open(choice: &DeviceChoice) -> Result<(Arc<Context>, Port), VerbsE
     for (device, name) in devices.into_iter().zip(&names) {
         match open_one(library, device, name, choice) {
             Ok(opened) => return Ok(opened),
-            Err(error) => reasons.push(format!("{name}: {error}")),
+            Err(error) => reasons.push((name.clone(), error)),
         }
     }
     Err(VerbsError::NoneUsable(reasons))
+}
+
+/// Every device with its ports, in the library's order; one that cannot be opened has none.
+pub(super) fn each<T>(
+    mut look: impl FnMut(&str, Result<&Arc<Context>, VerbsError>) -> T,
+) -> Result<Vec<T>, VerbsError> {
+    let library = library::load()?;
+    let list = DeviceList::get(library)?;
+    let found = list.devices().into_iter().map(|device| {
+        let name = list.name(device);
+        look(
+            &name,
+            open_context(library, device, &name)
+                .as_ref()
+                .map_err(Clone::clone),
+        )
+    });
+    Ok(found.collect())
+}
+
+fn open_context(
+    library: &'static Library,
+    device: *mut sys::ibv_device,
+    name: &str,
+) -> Result<Arc<Context>, VerbsError> {
+    // SAFETY: the device is of a list that the caller holds; what it gives lives on when the list
+    // is freed.
+    let raw = unsafe { (library.ibv_open_device)(device) };
+    let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("ibv_open_device"))?;
+    Ok(Arc::new(Context {
+        library,
+        raw,
+        name: name.to_owned(),
+        pid: std::process::id(),
+    }))
 }
 
 fn open_one(
@@ -213,15 +221,7 @@ fn open_one(
              or RoCE"
         )));
     }
-    // SAFETY: as above; what it gives lives on when the list is freed.
-    let raw = unsafe { (library.ibv_open_device)(device) };
-    let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("ibv_open_device"))?;
-    let context = Arc::new(Context {
-        library,
-        raw,
-        name: name.to_owned(),
-        pid: std::process::id(),
-    });
+    let context = open_context(library, device, name)?;
     let ports = context.limits()?.phys_port_cnt;
     if let Some(wanted) = choice.port {
         if wanted == 0 || wanted > ports {
@@ -244,29 +244,41 @@ fn open_one(
     Err(first_error.unwrap_or_else(|| VerbsError::NoDevice(format!("{name} has no port"))))
 }
 
-fn probe(context: &Context, number: u8, gid_index: Option<u8>) -> Result<Port, VerbsError> {
+/// What the device says of a port.
+pub(super) fn query_port(context: &Context, number: u8) -> Result<sys::ibv_port_attr, VerbsError> {
     // SAFETY: integers, for which zeros are valid.
     let mut found: sys::ibv_port_attr = unsafe { std::mem::zeroed() };
     // SAFETY: the context is open; the call writes at most one structure of this type.
     let status = unsafe { (context.library.ibv_query_port)(context.raw(), number, &raw mut found) };
     checked("ibv_query_port", status)?;
-    let down = |state| {
-        Err(VerbsError::PortDown {
-            device: context.name.clone(),
-            port: number,
-            state,
-        })
-    };
-    match found.state {
-        sys::IBV_PORT_ACTIVE | sys::IBV_PORT_ACTIVE_DEFER => {}
-        sys::IBV_PORT_DOWN => return down("DOWN"),
-        sys::IBV_PORT_INIT => return down("INIT (no subnet manager?)"),
-        sys::IBV_PORT_ARMED => return down("ARMED"),
-        _ => return down("in no known state"),
+    Ok(found)
+}
+
+/// A port's state in words; `Ok` where it carries packets.
+pub(super) fn port_state(state: sys::ibv_port_state) -> Result<&'static str, &'static str> {
+    match state {
+        sys::IBV_PORT_ACTIVE | sys::IBV_PORT_ACTIVE_DEFER => Ok("ACTIVE"),
+        sys::IBV_PORT_DOWN => Err("DOWN"),
+        sys::IBV_PORT_INIT => Err("INIT (no subnet manager?)"),
+        sys::IBV_PORT_ARMED => Err("ARMED"),
+        _ => Err("in no known state"),
     }
-    let ethernet = u32::from(found.link_layer) == sys::IBV_LINK_LAYER_ETHERNET;
-    let all = gids(context, number, found.gid_tbl_len);
-    let gids = usable(&all, ethernet, gid_index).ok_or_else(|| VerbsError::NoGid {
+}
+
+pub(super) fn is_ethernet(port: &sys::ibv_port_attr) -> bool {
+    u32::from(port.link_layer) == sys::IBV_LINK_LAYER_ETHERNET
+}
+
+fn probe(context: &Context, number: u8, gid_index: Option<u8>) -> Result<Port, VerbsError> {
+    let found = query_port(context, number)?;
+    port_state(found.state).map_err(|state| VerbsError::PortDown {
+        device: context.name.clone(),
+        port: number,
+        state,
+    })?;
+    let ethernet = is_ethernet(&found);
+    let all = gid::gids(context, number, found.gid_tbl_len);
+    let gids = gid::usable(&all, ethernet, gid_index).ok_or_else(|| VerbsError::NoGid {
         device: context.name.clone(),
         port: number,
         wanted: match (gid_index, ethernet) {
@@ -274,12 +286,7 @@ fn probe(context: &Context, number: u8, gid_index: Option<u8>) -> Result<Port, V
             (None, true) => "RoCE v2 GID".into(),
             (None, false) => "GID".into(),
         },
-        found: if all.is_empty() {
-            "its table is empty".into()
-        } else {
-            let shown: Vec<String> = all.iter().map(Found::shown).collect();
-            shown.join(", ")
-        },
+        found: format!("its GIDs: {}", gid::listed(&all, ethernet)),
     })?;
     Ok(Port {
         number,
@@ -289,71 +296,6 @@ fn probe(context: &Context, number: u8, gid_index: Option<u8>) -> Result<Port, V
         message_bytes_max: found.max_msg_sz,
         gids,
     })
-}
-
-/// One entry of the table, before it is known to be of use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Found {
-    gid: Gid,
-    roce_v1: bool,
-}
-
-impl Found {
-    fn shown(&self) -> String {
-        let kind = if self.roce_v1 { " (RoCE v1)" } else { "" };
-        format!("{} {}{kind}", self.gid.index, self.gid.address())
-    }
-}
-
-/// The GIDs to use, `None` when there is none.
-fn usable(all: &[Found], ethernet: bool, gid_index: Option<u8>) -> Option<Vec<Gid>> {
-    let chosen: Vec<Gid> = all
-        .iter()
-        .filter(|found| match gid_index {
-            Some(index) => found.gid.index == index,
-            // RoCE v1 does not leave its link, and rxe does not speak it.
-            None => !(ethernet && found.roce_v1),
-        })
-        .map(|found| found.gid)
-        .collect();
-    (!chosen.is_empty()).then_some(chosen)
-}
-
-fn gids(context: &Context, port: u8, count: i32) -> Vec<Found> {
-    let mut found = Vec::new();
-    for index in 0..count.clamp(0, GIDS_MAX) {
-        let mut gid = sys::ibv_gid { raw: [0; 16] };
-        // SAFETY: the context is open; the call writes one GID.
-        let status =
-            unsafe { (context.library.ibv_query_gid)(context.raw(), port, index, &raw mut gid) };
-        // SAFETY: `raw` covers the whole union, and every bit pattern is an array of bytes.
-        let raw = unsafe { gid.raw };
-        let Ok(index) = u8::try_from(index) else {
-            break;
-        };
-        if status == 0 && raw != [0; 16] {
-            found.push(Found {
-                gid: Gid { index, raw },
-                roce_v1: gid_type(&context.name, port, index) == Some("IB/RoCE v1".into()),
-            });
-        }
-    }
-    found
-}
-
-/// As the kernel spells it; `None` where it says nothing.
-fn gid_type(device: &str, port: u8, index: u8) -> Option<String> {
-    let path: PathBuf = [
-        "/sys/class/infiniband",
-        device,
-        "ports",
-        &port.to_string(),
-        "gid_attrs/types",
-        &index.to_string(),
-    ]
-    .iter()
-    .collect();
-    Some(fs::read_to_string(path).ok()?.trim().to_owned())
 }
 
 /// The library's list of devices, freed when dropped.

@@ -7,34 +7,42 @@ use std::io;
 use super::sys;
 use crate::error::{ReadFailureKind, TransportError};
 
+/// Ways out, each the end of an error's text and a hint of `hetero-kv doctor`.
+const INSTALL: &str =
+    "install it (`apt install libibverbs1 ibverbs-providers`, `dnf install libibverbs`)";
+const DRIVER: &str = "load the NIC's driver (`rdma link` lists devices), and give a container its \
+                      own (`docker run --device /dev/infiniband --network host`)";
+const LINK_UP: &str = "plug it in, or bring its link up (`rdma link`, `ip link set DEV up`)";
+const ADDRESS: &str = "give its network device an address (`ip addr add`), or set verbs_gid_index";
+
+/// What raises the limit on locked memory.
+pub const RAISE_LOCKED_MEMORY: &str = "raise it: `ulimit -l unlimited` before the engine starts, \
+                                       `docker run --ulimit memlock=-1`, LimitMEMLOCK=infinity in \
+                                       a systemd unit, or `* - memlock unlimited` in \
+                                       /etc/security/limits.conf";
+
 /// Why there is no RDMA, or why a call of the library failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VerbsError {
     /// The library is not there, or not whole.
-    #[error(
-        "no RDMA: libibverbs cannot be loaded ({0}); install it (`apt install libibverbs1 \
-         ibverbs-providers`, `dnf install libibverbs`)"
-    )]
+    #[error("no RDMA: libibverbs cannot be loaded ({0}); {INSTALL}")]
     NoLibrary(String),
     /// The library finds no device.
-    #[error(
-        "no RDMA: libibverbs finds no device ({0}); load the NIC's driver (`rdma link` lists \
-         devices), and give a container its own (`docker run --device /dev/infiniband`)"
-    )]
+    #[error("no RDMA: libibverbs finds no device ({0}); {DRIVER}")]
     NoDevice(String),
     /// A device is named that does not exist.
-    #[error("verbs_device {wanted} does not exist; devices of this host: {}", .have.join(", "))]
+    #[error("verbs_device {wanted} does not exist; set one of: {}", .have.join(", "))]
     NoSuchDevice {
         /// As set.
         wanted: String,
         /// Those that exist.
         have: Vec<String>,
     },
-    /// No device can be used; the reason for each.
-    #[error("no RDMA: no device can be used: {}", .0.join("; "))]
-    NoneUsable(Vec<String>),
+    /// No device can be used; the name of each, and why not.
+    #[error("no RDMA: no device can be used: {}", each(.0, Self::to_string))]
+    NoneUsable(Vec<(String, VerbsError)>),
     /// A port is named that the device does not have.
-    #[error("verbs_port {wanted} does not exist: {device} has ports 1 to {ports}")]
+    #[error("verbs_port {wanted} does not exist; {device} has ports 1 to {ports}")]
     NoSuchPort {
         /// Name of the device.
         device: String,
@@ -44,10 +52,7 @@ pub enum VerbsError {
         ports: u8,
     },
     /// The port carries nothing.
-    #[error(
-        "port {port} of {device} is {state}, not ACTIVE: plug it in, or bring its link up \
-         (`rdma link`, `ip link set DEV up`)"
-    )]
+    #[error("port {port} of {device} is {state}, not ACTIVE; {LINK_UP}")]
     PortDown {
         /// Name of the device.
         device: String,
@@ -57,10 +62,7 @@ pub enum VerbsError {
         state: &'static str,
     },
     /// The port has no address that RDMA between hosts could use.
-    #[error(
-        "port {port} of {device} has no {wanted}: {found}; give its network device an address \
-         (`ip addr add`), or set verbs_gid_index"
-    )]
+    #[error("port {port} of {device} has no {wanted}: {found}; {ADDRESS}")]
     NoGid {
         /// Name of the device.
         device: String,
@@ -74,9 +76,7 @@ pub enum VerbsError {
     /// The kernel does not let this process pin so much.
     #[error(
         "cannot register {bytes} bytes of KV memory for RDMA: this process may lock {limit_bytes} \
-         bytes (`ulimit -l`); raise it: `ulimit -l unlimited` before the engine starts, \
-         `docker run --ulimit memlock=-1`, LimitMEMLOCK=infinity in a systemd unit, or \
-         `* - memlock unlimited` in /etc/security/limits.conf"
+         bytes (`ulimit -l`); {RAISE_LOCKED_MEMORY}"
     )]
     LockedMemory {
         /// Asked for.
@@ -97,7 +97,48 @@ pub enum VerbsError {
     },
 }
 
+/// Devices with what is wrong with each.
+fn each(devices: &[(String, VerbsError)], text: impl Fn(&VerbsError) -> String) -> String {
+    let shown: Vec<String> = devices
+        .iter()
+        .map(|(name, error)| format!("{name}: {}", text(error)))
+        .collect();
+    shown.join("; ")
+}
+
 impl VerbsError {
+    /// The text in two parts: what is wrong, and the way out; the second is empty where the first
+    /// says it all.
+    pub fn parts(&self) -> (String, String) {
+        let way_out = match self {
+            Self::NoLibrary(_) => INSTALL.to_owned(),
+            Self::NoDevice(_) => DRIVER.to_owned(),
+            Self::NoSuchDevice { have, .. } => format!("set one of: {}", have.join(", ")),
+            Self::NoneUsable(devices) => {
+                let found = each(devices, |error| error.parts().0);
+                let mut ways: Vec<String> = Vec::new();
+                for (_, error) in devices {
+                    let way = error.parts().1;
+                    if !way.is_empty() && !ways.contains(&way) {
+                        ways.push(way);
+                    }
+                }
+                return (
+                    format!("no RDMA: no device can be used: {found}"),
+                    ways.join("; "),
+                );
+            }
+            Self::NoSuchPort { device, ports, .. } => format!("{device} has ports 1 to {ports}"),
+            Self::PortDown { .. } => LINK_UP.to_owned(),
+            Self::NoGid { .. } => ADDRESS.to_owned(),
+            Self::LockedMemory { .. } => RAISE_LOCKED_MEMORY.to_owned(),
+            Self::Mismatch(_) | Self::Call { .. } => String::new(),
+        };
+        let whole = self.to_string();
+        let problem = whole.strip_suffix(&way_out).unwrap_or(&whole);
+        (problem.trim_end_matches("; ").to_owned(), way_out)
+    }
+
     /// A call that gave this error number.
     pub(super) fn call(verb: &'static str, error: &io::Error) -> Self {
         Self::Call {

@@ -100,7 +100,7 @@ fn open() -> Result<Library, String> {
             Err(reason) => reasons.push(reason),
         }
     }
-    Err(reasons.join("; "))
+    Err(reasons.join(", "))
 }
 
 fn open_one(name: &str) -> Result<Library, String> {

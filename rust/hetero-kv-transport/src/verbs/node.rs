@@ -15,8 +15,9 @@ use hetero_kv_core::wire::data::QUEUE_PAIRS_MAX;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::device::{self, Context, DeviceChoice, Gid, Port};
+use super::device::{self, Context, DeviceChoice, Port};
 use super::error::VerbsError;
+use super::gid::Gid;
 use super::memory::{Access, ProtectionDomain, Region};
 use super::queue_pair::Depth;
 use super::sys;
@@ -191,13 +192,12 @@ impl Node {
 
     /// Device, port and GID, for logs.
     pub fn describe(&self) -> String {
-        format!(
-            "{} port {} GID {} ({})",
-            self.domain.context.name,
-            self.port.number,
-            self.gid.index,
-            std::net::Ipv6Addr::from(self.gid.raw)
-        )
+        self.port.describe(&self.domain.context.name, self.gid)
+    }
+
+    /// Largest payload of a packet of the port, in bytes.
+    pub fn mtu_bytes(&self) -> u32 {
+        super::path::mtu_bytes(self.port.mtu)
     }
 
     /// What to announce, when queue pairs are made through the listener at `listener`; `None` for

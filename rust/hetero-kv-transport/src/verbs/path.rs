@@ -2,8 +2,8 @@
 
 use hetero_kv_core::wire::data::{QueuePairEnd, QueuePairEnds};
 
-use super::device::Gid;
 use super::error::VerbsError;
+use super::gid::Gid;
 use super::node::Node;
 use super::queue_pair::{PACKET_NUMBER_MASK, PeerEnd};
 use super::sys;
@@ -113,7 +113,7 @@ pub(super) fn fresh_packet_number() -> Result<u32, VerbsError> {
     Ok(drawn & PACKET_NUMBER_MASK)
 }
 
-fn mtu_bytes(mtu: sys::ibv_mtu) -> u32 {
+pub(super) fn mtu_bytes(mtu: sys::ibv_mtu) -> u32 {
     match mtu {
         sys::IBV_MTU_512 => 512,
         sys::IBV_MTU_1024 => 1024,

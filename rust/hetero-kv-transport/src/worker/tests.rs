@@ -213,7 +213,7 @@ fn a_release_of_a_slot_that_is_not_there_is_still_reported() {
 /// Those that work on this host.
 fn choices() -> Vec<TransportChoice> {
     let mut choices = vec![TransportChoice::Process, TransportChoice::Tcp];
-    match verbs::probe(&DeviceChoice::default()) {
+    match verbs::probe(&DeviceChoice::default(), None) {
         Ok(_) => choices.push(TransportChoice::Verbs),
         Err(error) => eprintln!("without verbs: {error}"),
     }

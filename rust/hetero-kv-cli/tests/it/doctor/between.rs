@@ -9,14 +9,20 @@ use std::time::{Duration, Instant};
 use super::report::{HETERO_KV, Report, doctor};
 
 /// A real `doctor listen`, ended with the test.
-struct Listener {
+pub(super) struct Listener {
     process: Child,
-    port: u16,
+    pub(super) port: u16,
 }
 
 impl Listener {
-    fn start(words: &str) -> Self {
+    pub(super) fn start(words: &str) -> Self {
+        Self::start_with(words, &[])
+    }
+
+    /// With variables of its environment set.
+    pub(super) fn start_with(words: &str, variables: &[(&str, &str)]) -> Self {
         let mut process = Command::new(HETERO_KV)
+            .envs(variables.iter().copied())
             .args(["doctor", "listen", "--json", "--seconds", "60"])
             .args(words.split_whitespace())
             .stdout(Stdio::piped())
@@ -60,6 +66,7 @@ fn two_real_ends_find_nothing_wrong() {
         "version",
         "advertised",
         "data ports",
+        "rdma",
         "large packets",
         "throughput",
     ] {
@@ -150,6 +157,8 @@ fn a_peer_of_another_wire_version_is_named_with_both_versions() {
         (1, "fail"),
         "{report}"
     );
+    // It does not say that it knows of RDMA, and is not asked.
+    assert_eq!(report.status("rdma"), "", "{report}");
     let found = report.found("version");
     let here = concat!("hetero_kv ", env!("CARGO_PKG_VERSION"), " (wire 1) here");
     assert!(found.contains(here), "{found}");

@@ -12,11 +12,13 @@
 //! | MTU black hole | the router, with a small MTU and no ICMP |
 //! | vLLM that does not load the connector | a real vLLM without this package |
 //! | missing device | `--rdma require` on a machine without one |
+//! | RDMA of every other kind | a stand-in for libibverbs (`tests/doubles/verbs`) |
 //!
 //! What needs root, a tool or vLLM is skipped, with the reason on standard error.
 
 mod between;
 mod host;
 mod links;
+mod rdma;
 mod report;
 mod vllm;

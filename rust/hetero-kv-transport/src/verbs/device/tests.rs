@@ -1,6 +1,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::*;
+use crate::verbs::gid::{Found, GidType, usable};
 
 fn gid(index: u8, address: &str) -> Gid {
     let raw = address.parse::<Ipv6Addr>().expect("an address").octets();
@@ -21,7 +22,11 @@ fn table() -> Vec<Found> {
     .zip(0..)
     .map(|((address, roce_v1), index)| Found {
         gid: gid(index, address),
-        roce_v1: *roce_v1,
+        kind: if *roce_v1 {
+            GidType::InfiniBandOrRoceV1
+        } else {
+            GidType::RoceV2
+        },
     })
     .collect()
 }
