@@ -28,6 +28,7 @@ mod rank;
 mod relay;
 mod report;
 mod router;
+mod span;
 mod trace;
 
 pub(crate) use engine::main as engine_main;
@@ -48,7 +49,7 @@ Examples:
   The negative control: bytes change under valid leases, and lab must say so (exit 1):
     hetero-kv lab --prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:576 --requests 20 \\
         --fault corrupt-prefill@0.5
-  Eight holders of 50 MB/s each, spread over and not:
+  Eight holders of 50 MB/s each, spread over and not; compare the rates of their reads:
     hetero-kv lab --prefill dp=1,tp=8 --decode dp=8,tp=1 --kv mla:576 --requests 256 \\
         --transport tcp --fault slow-prefill@0=50 [--policy fixed]
 

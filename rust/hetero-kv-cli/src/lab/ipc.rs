@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
+use std::time::Duration;
 
 use hetero_kv_core::ids::{TpRank, TransferId};
 use hetero_kv_core::plan::SourcePolicy;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::fault::Role;
 use super::model::Model;
+use super::span::Span;
 
 /// Largest message: a step's orders with the cards of 64 ranks stay far below.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -188,8 +190,15 @@ pub(super) struct Load {
     pub(super) reads: Vec<SourceRead>,
     pub(super) planned_bytes: u64,
     pub(super) mismatched_bytes: u64,
-    /// Of the slowest rank.
-    pub(super) elapsed_us: u64,
+    /// Of each rank that was ordered to read.
+    pub(super) spans: Vec<Span>,
+}
+
+impl Load {
+    /// Of the slowest rank; `None` when no rank was ordered to read.
+    pub(super) fn elapsed(&self) -> Option<Duration> {
+        self.spans.iter().map(|span| span.elapsed()).max()
+    }
 }
 
 /// A source rank as a `Route` names it.

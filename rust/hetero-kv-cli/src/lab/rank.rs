@@ -25,6 +25,7 @@ use super::ipc::{
 use super::memory::{KvMemory, Tag};
 use super::model::Geometry;
 use super::relay::{self, Limiter};
+use super::span::Span;
 
 /// As the connector's default.
 const STRIPE_HOLDERS_MAX: u32 = 8;
@@ -277,7 +278,11 @@ impl Rank {
                     .collect(),
                 planned_bytes: report.planned_bytes,
                 mismatched_bytes,
-                elapsed_us: u64::try_from(report.elapsed.as_micros()).unwrap_or(u64::MAX),
+                spans: report
+                    .ordered_at
+                    .map(|begin| Span::new(begin, begin + report.elapsed))
+                    .into_iter()
+                    .collect(),
             },
         }
     }

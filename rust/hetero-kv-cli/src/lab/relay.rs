@@ -16,6 +16,9 @@ use hetero_kv_core::wire::{FrameDecoder, HEADER_BYTES, Header, Kind};
 const CHUNK_BYTES: usize = 256 << 10;
 /// A limited relay moves at most what it may in so long, so that a rate is even.
 const SLICE: Duration = Duration::from_millis(5);
+/// A connection that is late by less has not been idle: it was the host that did not run it, and the
+/// rate makes up for that.
+const LATENESS_MAX: Duration = Duration::from_millis(20);
 /// Stack of a pump, which has its chunk on the heap.
 const STACK_BYTES: usize = 128 << 10;
 
@@ -57,7 +60,8 @@ impl Limiter {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
             let now = Instant::now();
-            let until = paid.map_or(now, |paid| paid.max(now)) + price;
+            let late = |paid: &Instant| now.saturating_duration_since(*paid) <= LATENESS_MAX;
+            let until = paid.filter(late).unwrap_or(now) + price;
             *paid = Some(until);
             until
         };

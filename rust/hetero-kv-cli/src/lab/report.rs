@@ -5,11 +5,13 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use serde::Serialize;
 use serde_json::json;
 
 use super::config::{Plan, gib};
 use super::fault::Role;
 use super::ipc::Outcome;
+use super::span::Union;
 use super::trace::Agreement;
 use crate::output::{Verdict, columns};
 
@@ -42,7 +44,10 @@ pub(super) struct Found {
     /// Of loads that succeeded: by the plan, and moved.
     pub(super) bytes_planned: u64,
     pub(super) bytes_loaded: u64,
+    /// Of loads that succeeded, from order to end on their slowest rank.
     load_us: Vec<u64>,
+    /// When at least one read was under way.
+    pub(super) reading: Union,
     /// Reads and bytes.
     pub(super) reads_by_source: BTreeMap<SourceKey, (u64, u64)>,
     pub(super) transports: BTreeMap<String, u64>,
@@ -64,6 +69,15 @@ pub(super) struct Found {
     /// start, if that was later) and after the last.
     pub(super) resident_before: BTreeMap<(u32, String), u64>,
     pub(super) resident_after: BTreeMap<(u32, String), u64>,
+}
+
+/// Milliseconds within which a share of the loads ended.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct LoadTimes {
+    p50: f64,
+    p90: f64,
+    p99: f64,
+    max: f64,
 }
 
 impl Found {
@@ -101,19 +115,35 @@ impl Found {
         entry.or_insert_with(|| (0, text.to_owned())).0 += 1;
     }
 
-    pub(super) fn note_load(&mut self, elapsed_us: u64) {
+    pub(super) fn note_load(&mut self, elapsed: Duration) {
         if self.load_us.len() < LOADS_KEPT_MAX {
-            self.load_us.push(elapsed_us);
+            let us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+            self.load_us.push(us);
         }
     }
 
-    fn gb_per_s(&self) -> f64 {
-        let seconds = self.elapsed.as_secs_f64();
+    /// Bytes of all reads over this time.
+    fn gb_per_s(&self, time: Duration) -> f64 {
+        let seconds = time.as_secs_f64();
         if seconds > 0.0 {
             self.bytes_moved as f64 / 1e9 / seconds
         } else {
             0.0
         }
+    }
+
+    /// `None` without a load that succeeded.
+    fn load_times(&self) -> Option<LoadTimes> {
+        let mut sorted = self.load_us.clone();
+        sorted.sort_unstable();
+        let ms = |us: u64| us as f64 / 1e3;
+        let share = |percent: usize| sorted.get(sorted.len() * percent / 100).copied().map(ms);
+        Some(LoadTimes {
+            p50: share(50)?,
+            p90: share(90)?,
+            p99: share(99)?,
+            max: sorted.last().copied().map(ms)?,
+        })
     }
 
     /// What makes the run wrong, in words.
@@ -168,7 +198,7 @@ pub(super) fn verdict(found: &Found) -> Verdict {
     }
 }
 
-/// The keys of the design, and no others.
+/// The keys of `docs/lab.md`, and no others.
 pub(super) fn json(found: &Found) -> Result<String> {
     for fault in found.faults().iter().take(SHOWN_MAX) {
         eprintln!("WRONG: {fault}");
@@ -189,7 +219,10 @@ pub(super) fn json(found: &Found) -> Result<String> {
         "bytes_mismatched": found.bytes_mismatched,
         "reads_by_source": reads,
         "blocks_held": found.blocks_held,
-        "gb_per_s": found.gb_per_s(),
+        "gb_per_s": found.gb_per_s(found.elapsed),
+        "read_s": found.reading.total().as_secs_f64(),
+        "read_gb_per_s": found.gb_per_s(found.reading.total()),
+        "load_ms": found.load_times(),
         "cpu_s": found.cpu_s,
     });
     let mut text = serde_json::to_string(&json).context("writing the result as JSON")?;
@@ -249,30 +282,29 @@ pub(super) fn table(plan: &Plan, found: &Found) -> String {
     }
     let transports: Vec<&str> = found.transports.keys().map(String::as_str).collect();
     line(format!(
-        "bytes       {} moved by {} ({:.2} GB/s over the whole run), {} compared unequal",
+        "bytes       {} moved by {} ({:.3} GB/s over the whole run, filling and comparing \
+         included), {} compared unequal",
         found.bytes_moved,
         if transports.is_empty() {
             "nobody".to_owned()
         } else {
             transports.join(" and ")
         },
-        found.gb_per_s(),
+        found.gb_per_s(found.elapsed),
         found.bytes_mismatched,
     ));
-    let mut loads = found.load_us.clone();
-    loads.sort_unstable();
-    if let (Some(median), Some(slow), Some(most)) = (
-        loads.get(loads.len() / 2),
-        loads.get(loads.len() * 99 / 100),
-        loads.last(),
-    ) {
+    if let Some(LoadTimes { p50, p90, p99, max }) = found.load_times() {
+        let reading = found.reading.total();
         line(format!(
-            "loads       {} of {} requests, median {:.2} ms, 99 % within {:.2} ms, longest {:.2} ms",
-            loads.len(),
+            "reads       {:.3} GB/s over the {:.2} s in which at least one was under way",
+            found.gb_per_s(reading),
+            reading.as_secs_f64(),
+        ));
+        line(format!(
+            "loads       {} of {} requests, from order to end: median {p50:.2} ms, 90 % within \
+             {p90:.2} ms, 99 % within {p99:.2} ms, longest {max:.2} ms",
+            found.load_us.len(),
             found.ok,
-            *median as f64 / 1e3,
-            *slow as f64 / 1e3,
-            *most as f64 / 1e3,
         ));
     }
     if let Some(trace) = &found.agreement {

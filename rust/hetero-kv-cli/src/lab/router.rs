@@ -311,10 +311,13 @@ impl<'a> Router<'a> {
             trace.read(request, outcome.label(), reader, &load.reads, &self.cluster)?;
         }
         self.found.bytes_mismatched += load.mismatched_bytes;
-        if let (Outcome::Ok, true) = (outcome, load.elapsed_us > 0) {
+        for span in &load.spans {
+            self.found.reading.add(*span);
+        }
+        if let (Outcome::Ok, Some(elapsed)) = (outcome, load.elapsed()) {
             self.found.bytes_planned += load.planned_bytes;
             self.found.bytes_loaded += load.reads.iter().map(|read| read.bytes).sum::<u64>();
-            self.found.note_load(load.elapsed_us);
+            self.found.note_load(elapsed);
         }
         if let Outcome::Failed(reason) | Outcome::Recomputed(Some(reason)) = outcome
             && reason.label == "pair_refused"

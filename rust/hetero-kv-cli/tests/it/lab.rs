@@ -169,7 +169,8 @@ fn json_has_the_documented_keys_and_stdout_nothing_else() {
             .cloned()
             .collect()
     };
-    let set = |keys: &[&str]| keys.iter().map(|key| (*key).to_owned()).collect();
+    let set =
+        |keys: &[&str]| -> BTreeSet<String> { keys.iter().map(|key| (*key).to_owned()).collect() };
     let expected: BTreeSet<String> = set(&[
         "requests",
         "bytes_moved",
@@ -177,13 +178,63 @@ fn json_has_the_documented_keys_and_stdout_nothing_else() {
         "reads_by_source",
         "blocks_held",
         "gb_per_s",
+        "read_s",
+        "read_gb_per_s",
+        "load_ms",
         "cpu_s",
     ]);
     assert_eq!(keys(&json), expected);
     let expected: BTreeSet<String> = set(&["ok", "failed", "recomputed", "cancelled"]);
     assert_eq!(keys(&json["requests"]), expected);
+    assert_eq!(keys(&json["load_ms"]), set(&["p50", "p90", "p99", "max"]));
     assert!(json["gb_per_s"].as_f64() > Some(0.0));
     assert!(json["cpu_s"].as_f64() > Some(0.0));
+}
+
+/// Rows of 8 bytes make filling and comparing ten times as slow as reading them by sockets: of such a
+/// run the reads are a small part, and any pass over the bytes that counted as reading would be more.
+#[test]
+fn filling_and_comparing_are_no_reading() {
+    let found = lab(
+        "--prefill dp=1,tp=1 --decode dp=1,tp=1 --kv mla:4 --block-size 2048 --layers 64 \
+         --transport tcp --requests 6 --concurrency 1 --prompt-tokens 65536-65536",
+    );
+    assert_clean(&found);
+    let json = &found.1;
+    let figure = |key: &str| json[key].as_f64().expect("a number");
+    let bytes = number(json, "bytes_moved") as f64;
+    let whole_s = bytes / 1e9 / figure("gb_per_s");
+    let share = figure("read_s") / whole_s;
+    assert!(share < 0.16, "{share} of {whole_s} s: {json}");
+    // One read at a time, so that the loads' times add up to it.
+    let times = &json["load_ms"];
+    let (p50, max) = (times["p50"].as_f64(), times["max"].as_f64());
+    assert!(p50 > Some(0.0) && p50 <= max, "{json}");
+    assert!(
+        figure("read_s") <= 6.0 * max.expect("a number") / 1e3,
+        "{json}"
+    );
+    let rate = bytes / 1e9 / figure("read_s");
+    assert!(
+        (figure("read_gb_per_s") / rate - 1.0).abs() < 1e-6,
+        "{json}"
+    );
+}
+
+/// The reads' rate is that of the links, never more, whatever is done between reads; one read over four
+/// holders has the four links'.
+#[test]
+fn limited_links_show_as_their_rate() {
+    for (holders, least, most) in [(1, 0.03, 0.0404), (4, 0.1, 0.1616)] {
+        let found = lab(&format!(
+            "--prefill dp=1,tp={holders} --decode dp=1,tp=1 --kv mla:576 --layers 8 --transport tcp \
+             --requests 4 --concurrency 1 --prompt-tokens 2048-2048 --stripe-bytes-min 1 \
+             --fault slow-prefill@0=40"
+        ));
+        assert_clean(&found);
+        let rate = found.1["read_gb_per_s"].as_f64().expect("a number");
+        assert!(rate > least && rate < most, "{holders}: {}", found.1);
+    }
 }
 
 /// `docs/lab.md` against the help and against what `--json` prints.
@@ -223,7 +274,7 @@ fn the_page_has_every_flag_and_every_key() {
     let (_, json) = lab(&format!(
         "--prefill dp=1,tp=1 --decode dp=1,tp=1 {MLA} --requests 1"
     ));
-    for object in [&json, &json["requests"]] {
+    for object in [&json, &json["requests"], &json["load_ms"]] {
         for key in object.as_object().expect("an object").keys() {
             assert!(
                 page.contains(&format!("`{key}`")),
@@ -249,6 +300,7 @@ fn the_table_ends_with_what_is_held() {
         run.stdout
     );
     assert!(run.stdout.contains("0.0.1"), "{}", run.stdout);
+    assert!(run.stdout.contains("one was under way"), "{}", run.stdout);
     assert_eq!(run.stdout.lines().last(), Some("blocks still held: 0"));
 }
 

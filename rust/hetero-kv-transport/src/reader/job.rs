@@ -60,6 +60,8 @@ pub struct JobDone {
     pub reads: Vec<SourceRead>,
     /// Time from submit to here.
     pub elapsed: Duration,
+    /// When that was.
+    pub ended_at: Time,
 }
 
 /// A job in flight, shared by the reader and the sessions of its pieces.
@@ -211,6 +213,7 @@ impl Job {
             outcome: state.failure.take().map_or(Ok(()), Err),
             reads: mem::take(&mut state.reads),
             elapsed: at.since(self.submitted),
+            ended_at: at,
         });
     }
 

@@ -52,6 +52,7 @@ pub(super) struct Load {
     pub(super) engine: EngineId,
     pub(super) dest_blocks: Vec<BlockId>,
     pub(super) planned_bytes: u64,
+    pub(super) ordered_at: Time,
     /// Why it was cancelled, which the reader does not know.
     pub(super) cancelled: Option<Failure>,
 }
@@ -241,6 +242,7 @@ impl ConsumerRank {
             engine: owner.engine,
             dest_blocks: order.dest_blocks.clone(),
             planned_bytes,
+            ordered_at: *received_at,
             cancelled: None,
         };
         let job = ReadJob {
@@ -294,7 +296,8 @@ impl ConsumerRank {
                 })
                 .collect(),
             lost_source,
-            elapsed: done.elapsed,
+            ordered_at: Some(load.ordered_at),
+            elapsed: done.ended_at.since(load.ordered_at),
         })
     }
 }

@@ -74,6 +74,7 @@ impl WorkerSide {
                 planned_bytes: 0,
                 reads: Vec::new(),
                 lost_source: None,
+                ordered_at: None,
                 elapsed: Duration::ZERO,
             });
         }

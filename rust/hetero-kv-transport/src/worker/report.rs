@@ -7,6 +7,7 @@ use hetero_kv_core::failure::Failure;
 use hetero_kv_core::ids::{BlockId, EngineId, TpRank, TransferId};
 use hetero_kv_core::plan::Route;
 use hetero_kv_core::step::LoadOrder;
+use hetero_kv_core::time::Time;
 
 use crate::reader::ReaderStats;
 use crate::tcp::ServerStats;
@@ -41,7 +42,11 @@ pub struct LoadReport {
     pub reads: Vec<SourceRead>,
     /// The source rank that was lost or out of reach, when that is why it failed.
     pub lost_source: Option<TpRank>,
-    /// From order to end.
+    /// When this rank was given the order, on the host's monotonic clock; `None` for a load that was
+    /// never started.
+    pub ordered_at: Option<Time>,
+    /// From order to end: waiting for a session, reading and proving. Zero for a load that was never
+    /// started.
     pub elapsed: Duration,
 }
 
@@ -58,6 +63,7 @@ impl LoadReport {
             planned_bytes: 0,
             reads: Vec::new(),
             lost_source: None,
+            ordered_at: None,
             elapsed: Duration::ZERO,
         }
     }

@@ -19,6 +19,7 @@ use hetero_kv_core::wire::card::{Endpoints, TcpEndpoint};
 use hetero_kv_core::wire::message::Layout;
 
 use super::{LoadReport, VerbsUse, WorkerError, WorkerOptions, WorkerPlace, WorkerSide};
+use crate::clock;
 use crate::reader::{ReaderOptions, TransportChoice};
 use crate::scheduler::Roles;
 use crate::tcp::ServerOptions;
@@ -240,6 +241,25 @@ fn blocks_are_read_by_each_transport() {
         assert_eq!(d.memory.block(2), before);
         assert!(d.side.shutdown(PATIENCE));
     }
+}
+
+/// A worker's steps are as long as its forward passes are.
+#[test]
+fn a_loads_time_ends_with_the_read_and_not_with_the_step_that_takes_its_report() {
+    const STEP: Duration = Duration::from_secs(2);
+    let p = named_producer("p");
+    let mut d = rank("dd", false, TransportChoice::Tcp);
+    let mut orders = orders_of(load("r"));
+    orders.peers = vec![peer(&p, "p")];
+    let before = clock::now();
+    d.side.step(orders, Duration::ZERO);
+    let after = clock::now();
+    thread::sleep(STEP);
+    let report = wait_report(&mut d);
+    assert_eq!(report.failure, None);
+    let ordered_at = report.ordered_at.expect("it was started");
+    assert!(before <= ordered_at && ordered_at <= after);
+    assert!(report.elapsed > Duration::ZERO && report.elapsed < STEP);
 }
 
 /// RDMA that is asked for by name, and cannot be had, is told at start; where it may be left out,
@@ -610,6 +630,7 @@ fn a_load_that_finds_no_session_waits_for_one() {
     assert_eq!(wait_report(&mut d).request_id, "a");
     let report = wait_report(&mut d);
     assert_eq!((report.request_id.as_str(), report.failure), ("b", None));
+    assert!(report.elapsed >= Duration::from_millis(40), "the wait too");
     assert_eq!(d.memory.block(1), named.memory.block(5));
     assert!(d.side.take_results().received.is_empty(), "once");
 }

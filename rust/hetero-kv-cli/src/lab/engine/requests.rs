@@ -239,7 +239,7 @@ impl Engine {
             load.reads.extend(report.load.reads);
             load.planned_bytes += report.load.planned_bytes;
             load.mismatched_bytes += report.load.mismatched_bytes;
-            load.elapsed_us = load.elapsed_us.max(report.load.elapsed_us);
+            load.spans.extend(report.load.spans);
         }
         self.side.received(name, failure.is_some());
         let Some(request) = id_of(name).and_then(|id| self.requests.get_mut(&id)) else {

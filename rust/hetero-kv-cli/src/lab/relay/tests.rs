@@ -8,7 +8,7 @@ use hetero_kv_core::ids::TransferId;
 use hetero_kv_core::wire::message::{Message, Release};
 use hetero_kv_core::wire::{FrameDecoder, Kind};
 
-use super::{ControlRelay, Limiter, limited};
+use super::{ControlRelay, LATENESS_MAX, Limiter, limited};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -56,6 +56,42 @@ fn a_rate_holds_over_all_connections_and_bytes_stay_in_order() {
         begun.elapsed() >= Duration::from_millis(390),
         "{:?}",
         begun.elapsed()
+    );
+}
+
+/// A host that does not run a connection for a moment takes nothing of its rate, and one that was idle
+/// has saved nothing up.
+#[test]
+fn lateness_is_made_up_for_and_idleness_is_not() {
+    const PIECES: u32 = 10;
+    let pause_and_pay = |pause: Duration| {
+        let limiter = Limiter::default();
+        limiter.set(1_000_000);
+        limiter.pay(20_000);
+        let begun = Instant::now();
+        for _ in 0..PIECES {
+            thread::sleep(pause);
+            limiter.pay(20_000);
+        }
+        begun.elapsed()
+    };
+    // 20 ms each; a pause is part of them.
+    let mut quickest = Duration::MAX;
+    for _ in 0..10 {
+        let late = pause_and_pay(Duration::from_millis(10));
+        assert!(late >= Duration::from_millis(199), "{late:?}");
+        quickest = quickest.min(late);
+        // The host may stand still for longer than that, but not each time.
+        if quickest < Duration::from_millis(260) {
+            break;
+        }
+    }
+    assert!(quickest < Duration::from_millis(260), "{quickest:?}");
+    // Idle, each piece takes its 20 ms after the pause.
+    let idle = pause_and_pay(LATENESS_MAX + Duration::from_millis(5));
+    assert!(
+        idle >= (LATENESS_MAX + Duration::from_millis(24)) * PIECES,
+        "{idle:?}"
     );
 }
 
