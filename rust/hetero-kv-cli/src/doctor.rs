@@ -18,6 +18,7 @@ mod dial;
 mod listen;
 mod loopback;
 mod machine;
+mod mori;
 mod peer;
 mod port_owner;
 mod ports;
@@ -94,6 +95,8 @@ enum TransportChoice {
     Verbs,
     /// TCP only.
     Tcp,
+    /// AMD's MoRI-IO only.
+    Mori,
 }
 
 /// The engines that are to run on this host.
@@ -169,7 +172,7 @@ fn check_host(args: &HostArgs) -> Result<Verdict> {
     report.add(resources::threads(args.dp, args.tp, args.peers))?;
     let reads_memory = match args.transport {
         TransportChoice::Auto | TransportChoice::Process => true,
-        TransportChoice::Verbs | TransportChoice::Tcp => false,
+        TransportChoice::Verbs | TransportChoice::Tcp | TransportChoice::Mori => false,
     };
     if reads_memory {
         let wanted = process_memory::Wanted {
@@ -185,7 +188,10 @@ fn check_host(args: &HostArgs) -> Result<Verdict> {
         let address = bound.map_or(IpAddr::from([127, 0, 0, 1]), machine::dialled_here);
         report.add(loopback::check(address, args.seconds))?;
     }
-    let rdma_alone = args.transport == TransportChoice::Verbs;
+    let rdma_alone = match args.transport {
+        TransportChoice::Verbs | TransportChoice::Mori => true,
+        TransportChoice::Auto | TransportChoice::Process | TransportChoice::Tcp => false,
+    };
     let host = bound.map(|bound| bound.to_string());
     for finding in rdma::check(&args.rdma, rdma_alone, host.as_deref()) {
         report.add(finding)?;
@@ -193,6 +199,11 @@ fn check_host(args: &HostArgs) -> Result<Verdict> {
     let python = args.python.clone().unwrap_or_else(crate::demo::python);
     for finding in vllm::check(&python) {
         report.add(finding)?;
+    }
+    match args.transport {
+        TransportChoice::Auto => report.add(mori::check(&python, false))?,
+        TransportChoice::Mori => report.add(mori::check(&python, true))?,
+        TransportChoice::Process | TransportChoice::Verbs | TransportChoice::Tcp => {}
     }
     report.end()
 }

@@ -13,7 +13,6 @@ use hetero_kv_core::plan::{InstanceShape, KvShape};
 
 use crate::output::{self, Verdict};
 use fault::Fault;
-use ipc::Transport;
 use model::Order;
 
 mod cluster;
@@ -57,6 +56,19 @@ Exit codes: 0 all right; 1 a byte differed, a block stayed held, or a request fa
 explains; 2 usage, a pair that is refused, or a host that is too small.";
 
 /// Flags of `hetero-kv lab`.
+/// The connector's setting `transport`, but for `auto`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TransportFlag {
+    /// Straight from the other process's memory
+    Process,
+    /// Sockets
+    Tcp,
+    /// RDMA
+    Verbs,
+    /// MoRI-IO: not in a lab
+    Mori,
+}
+
 #[derive(clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -77,7 +89,7 @@ pub(crate) struct Args {
     concurrency: Option<u32>,
     /// How ranks are read [default: process]
     #[arg(long, value_enum)]
-    transport: Option<Transport>,
+    transport: Option<TransportFlag>,
     /// KIND-ROLE[:INSTANCE[.DP[.TP]]]@WHEN[=ARG]: kill, stop, restart, slow, corrupt, drop-acks or
     /// abort; WHEN a share of the requests (0.4) or a time (2s); ARG the MB/s of slow or the seconds
     /// of stop; repeatable

@@ -11,7 +11,7 @@ use super::fault::{Fault, Kind, Role, When};
 use super::host;
 use super::ipc::Transport;
 use super::model::{Geometry, Model, WORD_BYTES, mix};
-use super::{Args, Policy, Preset};
+use super::{Args, Policy, Preset, TransportFlag};
 
 /// Most ranks of both sides. Each is a process.
 const RANKS_MAX: u64 = 64;
@@ -96,16 +96,7 @@ impl Plan {
             model.row_bytes
         );
         check_pairs(&prefill, &decode, model.heads())?;
-        let transport = args.transport.unwrap_or(Transport::Process);
-        match transport {
-            Transport::Process | Transport::Tcp => {}
-            Transport::Verbs => {
-                verbs::probe(&DeviceChoice::default(), None).context("--transport verbs")?;
-            }
-            Transport::Mori => {
-                bail!("--transport mori is not available in lab: MoRI-IO's engine is Python's");
-            }
-        }
+        let transport = transport(args.transport.unwrap_or(TransportFlag::Process))?;
         let mut faults = args.fault.clone();
         for fault in &faults {
             check_fault(fault, &prefill, &decode, transport)
@@ -281,6 +272,24 @@ fn instances(shapes: &[InstanceShape]) -> Vec<EngineShape> {
         .iter()
         .flat_map(|shape| std::iter::repeat_n(shape.engine, shape.instances as usize))
         .collect()
+}
+
+/// What a lab runs, once it is known to run here.
+fn transport(flag: TransportFlag) -> Result<Transport> {
+    match flag {
+        TransportFlag::Process => Ok(Transport::Process),
+        TransportFlag::Tcp => Ok(Transport::Tcp),
+        TransportFlag::Verbs => {
+            verbs::probe(&DeviceChoice::default(), None).context("--transport verbs")?;
+            Ok(Transport::Verbs)
+        }
+        TransportFlag::Mori => bail!(
+            "--transport mori runs inside Python engines, and lab has none: see that an \
+             environment has it by `hetero-kv doctor --transport mori --python PYTHON`, then start \
+             engines with \"kv_connector_extra_config\": {{\"transport\": \"mori\"}} \
+             (docs/mori.md); `lab --transport verbs` is RDMA without it"
+        ),
+    }
 }
 
 fn check_pairs(prefill: &[EngineShape], decode: &[EngineShape], heads: KvHeads) -> Result<()> {

@@ -49,17 +49,15 @@ pub(super) struct EngineConfig {
     pub(super) trace: bool,
 }
 
-/// Ways to read a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+/// Ways to read a rank in a lab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Transport {
-    /// Straight from the other process's memory
+    /// Straight from the other process's memory.
     Process,
-    /// Sockets
+    /// Sockets.
     Tcp,
-    /// RDMA
+    /// RDMA.
     Verbs,
-    /// MoRI-IO
-    Mori,
 }
 
 /// One rank, as its process is told at start.

@@ -111,7 +111,6 @@ impl Rank {
                     Transport::Tcp => TransportChoice::Tcp,
                     Transport::Verbs => TransportChoice::Verbs,
                     Transport::Process => TransportChoice::Process,
-                    Transport::Mori => TransportChoice::Mori,
                 },
                 ..ReaderOptions::default()
             },
@@ -121,7 +120,7 @@ impl Rank {
             offer_tcp: engine.transport == Transport::Tcp,
             verbs: match engine.transport {
                 Transport::Verbs => VerbsUse::Required(VerbsOptions::default()),
-                Transport::Process | Transport::Tcp | Transport::Mori => VerbsUse::Off,
+                Transport::Process | Transport::Tcp => VerbsUse::Off,
             },
             mori: None,
             block_size: engine.model.block_size,

@@ -481,7 +481,11 @@ fn what_cannot_run_is_refused_by_name() {
         ),
         (
             format!("{pair} {MLA} --requests 1 --transport mori"),
-            &["mori is not available"],
+            &[
+                "mori runs inside Python engines",
+                "hetero-kv doctor --transport mori",
+                "kv_connector_extra_config",
+            ],
         ),
         (
             format!("{pair} {MLA} --requests 1 --fault slow-prefill@0=5"),
