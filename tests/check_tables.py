@@ -1,9 +1,9 @@
 """Checks that the tables of tests tell the truth: each row's tests exist, are collected and assert.
 
-``python tests/check_tables.py`` reads docs/failures.md, docs/doctor.md and, where it is there,
-tests/peer_scenarios.md: every table whose last column is headed ``test``. Names are those of
-Python tests under ``tests/`` and of Rust tests under ``rust/``, in that column, in backticks. Exit
-status 1 with one line for each fault.
+``python tests/check_tables.py`` reads docs/failures.md, docs/doctor.md, docs/behaviour.md and,
+where it is there, tests/peer_scenarios.md: every table whose last column is headed ``test``. Names
+are those of Python tests under ``tests/`` and of Rust tests under ``rust/``, in that column, in
+backticks. Exit status 1 with one line for each fault.
 
 Collected: a Python test by pytest itself, where this interpreter has what the tests import, else by
 pytest's rules on names; a Rust test in a file that its crate's roots reach by ``mod``, and that is
@@ -41,6 +41,7 @@ class Page:
 PAGES = (
     Page(ROOT / "docs" / "failures.md", all_tables=True),
     Page(ROOT / "docs" / "doctor.md"),
+    Page(ROOT / "docs" / "behaviour.md", all_tables=True),
     Page(ROOT / "tests" / "peer_scenarios.md", optional=True, reasons=True),
 )
 

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use crate::answer::{self, Answer};
 use crate::app::App;
+use crate::connectors::Order;
 use crate::metrics::{InstanceLabels, SlotLabels};
 use crate::openai::error::ApiError;
 use crate::routing::{InstanceIndex, InstanceView, Role};
@@ -34,10 +35,13 @@ struct Count {
     configured: usize,
 }
 
-/// 200 when enough engines of each role answered `/health` recently: one of each, or as many as
-/// `?prefill=N&decode=M` asks for. Otherwise 503 with the reason.
+/// 200 when enough engines of each role answered `/health` recently: one of each that the connector
+/// needs, or as many as `?prefill=N&decode=M` asks for. Otherwise 503 with the reason.
 pub fn ready(app: &App, query: Option<&str>) -> Answer {
-    let mut required = [1, 1];
+    let mut required = match app.config.connector.order() {
+        Order::DecodeAlone => [0, 1],
+        Order::PrefillFirst | Order::Together => [1, 1],
+    };
     for pair in query
         .unwrap_or_default()
         .split('&')

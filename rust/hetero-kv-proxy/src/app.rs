@@ -6,8 +6,10 @@ use std::time::Instant;
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
+use crate::bootstrap::Bootstrap;
 use crate::config::{Config, Worker};
-use crate::metrics::{LegLabels, Metrics};
+use crate::connectors::PeerSpec;
+use crate::metrics::{LegLabels, Metrics, ReasonLabels};
 use crate::routing::{
     HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, policy::PolicyKind,
 };
@@ -20,6 +22,7 @@ struct Side {
     pool: Mutex<Pool>,
     upstreams: Vec<Arc<Upstream>>,
     labels: Vec<Arc<str>>,
+    peers: Vec<PeerSpec>,
 }
 
 /// One running proxy.
@@ -33,6 +36,8 @@ pub struct App {
     pub admission: Arc<Semaphore>,
     /// Client connections and decode legs that outlive their client: what a drain waits for.
     pub tasks: TaskTracker,
+    /// The bootstrap servers of the prefill instances, where the connector has them.
+    pub(crate) bootstrap: Vec<Bootstrap>,
     start: Instant,
     prefill: Side,
     decode: Side,
@@ -60,6 +65,11 @@ impl SlotLease {
     /// The engine to send the leg to.
     pub fn upstream(&self) -> &Arc<Upstream> {
         self.app.upstream(self.role, self.picked.instance)
+    }
+
+    /// The role of the leg.
+    pub fn role(&self) -> Role {
+        self.role
     }
 
     /// The engine gave a response head with a status below 500.
@@ -106,9 +116,19 @@ impl App {
                     .iter()
                     .map(|worker| Arc::from(worker.spec.url.as_str()))
                     .collect(),
+                peers: workers.iter().map(|worker| worker.peer.clone()).collect(),
             })
         };
+        let bootstrap = match config.connector.needs_engine_id() {
+            true => config
+                .prefill
+                .iter()
+                .map(|worker| Bootstrap::new(&worker.peer.bootstrap, limits))
+                .collect::<Result<_, _>>()?,
+            false => Vec::new(),
+        };
         Ok(Arc::new(Self {
+            bootstrap,
             prefill: side(&config.prefill, config.prefill_policy)?,
             decode: side(&config.decode, config.decode_policy)?,
             metrics: Metrics::default(),
@@ -146,6 +166,17 @@ impl App {
         &self.side(role).labels[instance.0]
     }
 
+    /// What connectors know of one instance.
+    pub fn peer(&self, role: Role, instance: InstanceIndex) -> &PeerSpec {
+        &self.side(role).peers[instance.0]
+    }
+
+    /// Counts a request whose prompt decode computes.
+    pub fn count_fallback(&self, reason: &'static str) {
+        let labels = ReasonLabels { reason };
+        self.metrics.fallbacks.get_or_create(&labels).inc();
+    }
+
     /// Chooses a slot; `None` when the role has none.
     pub fn pick(self: &Arc<Self>, role: Role, avoid: Option<InstanceIndex>) -> Option<SlotLease> {
         let picked = lock(&self.side(role).pool).pick(avoid)?;
@@ -175,6 +206,12 @@ impl App {
 
     /// Traffic could not reach an engine.
     pub fn note_unreachable(&self, role: Role, instance: InstanceIndex) {
+        if role == Role::Prefill
+            && let Some(bootstrap) = self.bootstrap.get(instance.0)
+        {
+            // Should it come back, it is another engine.
+            bootstrap.forget();
+        }
         self.note(role, instance, |pool| pool.on_connect_failed(instance));
     }
 

@@ -79,13 +79,13 @@ settings! {
     /// Address to serve on; port 0 lets the system choose [default: 127.0.0.1:8000]
     #[arg(value_name = "HOST:PORT")]
     listen: String, "HETERO_KV_PROXY_LISTEN";
-    /// A prefill instance: base URL, its number of DP ranks, header value of its first rank; repeatable (in the environment: separated by blanks)
-    #[arg(value_name = "URL[,dp=N][,rank0=K]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
+    /// A prefill instance: base URL, its number of DP ranks, header value of its first rank, and what the connector needs (docs/proxy.md); repeatable (in the environment: separated by blanks)
+    #[arg(value_name = "URL[,dp=N][,rank0=K][,...]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
     prefill: Vec<String>, "HETERO_KV_PROXY_PREFILL";
     /// A decode instance; as --prefill
-    #[arg(value_name = "URL[,dp=N][,rank0=K]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
+    #[arg(value_name = "URL[,dp=N][,rank0=K][,...]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
     decode: Vec<String>, "HETERO_KV_PROXY_DECODE";
-    /// KV connector of the engines: hetero [default: hetero]
+    /// KV connector of the engines: hetero, none (decode alone), nixl, mooncake, moriio-read or moriio-write [default: hetero]
     #[arg(value_name = "NAME")]
     connector: String, "HETERO_KV_PROXY_CONNECTOR";
     /// How slots are chosen: round-robin or least-loaded [default: round-robin]

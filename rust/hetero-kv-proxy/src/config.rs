@@ -4,11 +4,13 @@ use std::fmt::Display;
 use std::time::Duration;
 
 use crate::cli::{Invocation, Settings};
-use crate::routing::OnMissingKv;
+use crate::connectors::{self, Connector, Order};
 use crate::routing::policy::PolicyKind;
+use crate::routing::{OnMissingKv, Role};
 
 mod address;
 
+pub(crate) use address::base_url;
 pub use address::{BaseUrl, Worker, host_port};
 
 /// Why there is no configuration: every fault that was found.
@@ -30,7 +32,9 @@ pub enum LogFormat {
 pub struct Config {
     /// `HOST:PORT`, IPv6 in brackets.
     pub listen: String,
-    /// Prefill instances, at least one.
+    /// KV connector of the engines.
+    pub connector: &'static dyn Connector,
+    /// Prefill instances: at least one, or none for a connector without a prefill leg.
     pub prefill: Vec<Worker>,
     /// Decode instances, at least one.
     pub decode: Vec<Worker>,
@@ -83,15 +87,6 @@ pub struct Config {
     resolved: Settings,
 }
 
-/// Connectors that the command line names; the first is the one of this build.
-const CONNECTORS: [&str; 6] = [
-    "hetero",
-    "nixl",
-    "moriio-read",
-    "moriio-write",
-    "mooncake",
-    "none",
-];
 /// Policies that the command line names beyond [`PolicyKind::ALL`].
 const POLICIES_TO_COME: [&str; 4] = ["power-of-two", "consistent-hash", "prefix-aware", "auto"];
 /// A larger file is no configuration.
@@ -123,24 +118,35 @@ impl Config {
         if let Err(fault) = host_port(&listen) {
             faults.add(format!("--listen {listen}: {fault}"));
         }
+        let name = fill(
+            &mut resolved.connector,
+            connectors::ALL[0].name().to_owned(),
+        );
+        let known = connectors::by_name(&name);
+        if known.is_none() {
+            let names = connectors::names();
+            faults.add(format!("--connector {name}: unknown; one of {names}"));
+        }
         let prefill = faults.workers("--prefill", resolved.prefill.as_deref());
         let decode = faults.workers("--decode", resolved.decode.as_deref());
-
-        let connector = fill(&mut resolved.connector, CONNECTORS[0].to_owned());
-        if connector != CONNECTORS[0] {
-            faults.add(if CONNECTORS.contains(&connector.as_str()) {
-                format!(
-                    "--connector {connector}: not available yet in this build; available: {}; not yet: {}",
-                    CONNECTORS[0],
-                    CONNECTORS[1..].join(", ")
-                )
+        if let Some(connector) = known {
+            faults.peers(connector, Role::Prefill, &prefill);
+            faults.peers(connector, Role::Decode, &decode);
+        }
+        let connector = known.unwrap_or(connectors::ALL[0]);
+        let alone = connector.order() == Order::DecodeAlone;
+        let none = |given: &Option<Vec<String>>| given.as_ref().is_none_or(Vec::is_empty);
+        if alone != none(&resolved.prefill) {
+            faults.add(if alone {
+                format!("--prefill: --connector {name} sends no prefill leg; give decode only")
             } else {
-                format!(
-                    "--connector {connector}: unknown; one of {}",
-                    CONNECTORS.join(", ")
-                )
+                "--prefill: at least one instance is needed".to_owned()
             });
         }
+        if none(&resolved.decode) {
+            faults.add("--decode: at least one instance is needed".to_owned());
+        }
+
         let policy = fill(&mut resolved.policy, "round-robin".to_owned());
         faults.policy("--policy", &policy);
         let prefill_policy = fill(&mut resolved.prefill_policy, policy.clone());
@@ -242,6 +248,7 @@ impl Config {
         }
         Ok(Self {
             listen,
+            connector,
             prefill,
             decode,
             prefill_policy,
@@ -359,10 +366,22 @@ impl Faults {
                 Err(fault) => self.add(format!("{flag} {text}: {fault}")),
             }
         }
-        if given.unwrap_or_default().is_empty() {
-            self.add(format!("{flag}: at least one instance is needed"));
-        }
         workers
+    }
+
+    /// What the connector cannot serve, or would not look at.
+    fn peers(&mut self, connector: &dyn Connector, role: Role, workers: &[Worker]) {
+        for worker in workers {
+            let at = format!("--{} {}", role.name(), worker.spec.url);
+            let name = connector.name();
+            let unused = |key: &&&str| !connector.worker_keys().contains(key);
+            for key in worker.peer.given.iter().filter(unused) {
+                self.add(format!("{at}: `{key}` has no use with --connector {name}"));
+            }
+            if let Err(reason) = connector.check(role, &worker.peer) {
+                self.add(format!("{at}: {reason}"));
+            }
+        }
     }
 }
 

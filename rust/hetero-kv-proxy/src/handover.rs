@@ -15,8 +15,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use http_body_util::BodyExt;
 use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::DropGuard;
 
 use crate::app::{App, SlotLease};
 use crate::upstream::{Answer, Written};
@@ -31,6 +33,41 @@ pub struct DecodeHead {
     pub answer: Answer,
     /// In flight until the body has ended.
     pub lease: SlotLease,
+    /// Data of the body that was read already.
+    pub early: Option<Bytes>,
+    /// Whether prefill's blocks wait for this leg, which then outlives its client.
+    pub claims_blocks: bool,
+    /// Closes a prefill leg that still runs, when dropped.
+    pub prefill: Option<DropGuard>,
+}
+
+impl DecodeHead {
+    /// The answer of a leg without params.
+    pub fn alone(answer: Answer, lease: SlotLease) -> Self {
+        Self {
+            answer,
+            lease,
+            early: None,
+            claims_blocks: false,
+            prefill: None,
+        }
+    }
+
+    /// The answer of a leg with params.
+    pub fn claiming(answer: Answer, lease: SlotLease) -> Self {
+        Self {
+            claims_blocks: true,
+            ..Self::alone(answer, lease)
+        }
+    }
+
+    /// Waits until the engine has begun its answer's body, or ended.
+    async fn spoken(&mut self) {
+        if self.early.is_none() && self.claims_blocks {
+            // Any frame, the end or an error: the engine has spoken.
+            let _spoken = self.answer.body.frame().await;
+        }
+    }
 }
 
 type Pending<E> = Pin<Box<dyn Future<Output = Result<DecodeHead, E>> + Send>>;
@@ -74,8 +111,7 @@ impl<E: Send + 'static> Drop for HandOver<E> {
         };
         let first_byte = async move {
             if let Ok(mut decode) = pending.await {
-                // Any frame, the end or an error: the engine has spoken.
-                let _spoken = decode.answer.body.frame().await;
+                decode.spoken().await;
             }
         };
         settle(&self.app, first_byte, self.written.clone());
@@ -85,7 +121,7 @@ impl<E: Send + 'static> Drop for HandOver<E> {
 /// As a dropped [`HandOver`], for a decode leg whose head has come and whose body has not begun.
 pub fn settle_stream(app: &Arc<App>, mut decode: DecodeHead, written: Written) {
     let first_byte = async move {
-        let _spoken = decode.answer.body.frame().await;
+        decode.spoken().await;
     };
     settle(app, first_byte, written);
 }

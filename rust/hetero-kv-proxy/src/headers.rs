@@ -79,13 +79,12 @@ pub fn for_legs<E>(
     Ok(headers)
 }
 
-/// An engine's answer headers as the client gets them. The length is left to the body.
+/// An engine's answer headers as the client gets them. The length is left to the body, and the id
+/// is the client's also where the engine was given another, which may hold addresses.
 pub fn for_client(mut headers: HeaderMap, request_id: Option<&HeaderValue>) -> HeaderMap {
     drop_hop_by_hop(&mut headers);
     headers.remove(header::CONTENT_LENGTH);
-    if let Some(id) = request_id
-        && !headers.contains_key(REQUEST_ID)
-    {
+    if let Some(id) = request_id {
         headers.insert(REQUEST_ID, id.clone());
     }
     headers

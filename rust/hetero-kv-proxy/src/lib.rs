@@ -1,20 +1,23 @@
 //! P/D proxy for vLLM: sends each request to a prefill engine and then, with the KV handle that
 //! came back, to a decode engine.
 //!
-//! [`routing`] and [`openai`] are pure; everything else is I/O on tokio and hyper. The crate knows
+//! [`routing`], [`openai`] and [`connectors`] are pure; everything else is I/O on tokio and hyper. The crate knows
 //! nothing of the KV data plane: `kv_transfer_params` is raw JSON to it, and it never dials an
-//! engine's control port.
+//! engine's control port, but for Mooncake's bootstrap server, which speaks HTTP.
 
 pub mod admin;
 mod admit;
 pub mod answer;
 pub mod app;
+mod bootstrap;
 pub mod cli;
 pub mod client_io;
 pub mod completions;
 pub mod config;
+pub mod connectors;
 pub mod handover;
 pub mod headers;
+mod legs;
 pub mod metrics;
 pub mod models;
 pub mod openai;
@@ -24,4 +27,5 @@ pub mod run;
 pub mod server;
 pub mod stream;
 mod sync;
+mod together;
 pub mod upstream;

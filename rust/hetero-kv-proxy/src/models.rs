@@ -8,8 +8,8 @@ use tokio::time::timeout;
 
 use crate::answer::{self, Answer};
 use crate::app::App;
-use crate::completions::{random_hex, read_answer};
 use crate::headers;
+use crate::legs::{random_hex, read_answer};
 use crate::openai::error::ApiError;
 use crate::routing::Role;
 use crate::stream::outcome_of;
@@ -70,7 +70,7 @@ async fn first_answer(app: &Arc<App>, request: Request<Incoming>) -> Answer {
                 lease.end("connect");
             }
             Err(SendError::Reset { .. }) => lease.end("reset"),
-            Err(SendError::Request(_)) => lease.end("unsent"),
+            Err(SendError::Request(_) | SendError::Bootstrap(_)) => lease.end("unsent"),
         }
     }
     answer::error(&ApiError::new(

@@ -68,6 +68,7 @@ impl Proxy {
         tokio::spawn(server::run(Arc::clone(&app), listener, stopped));
         tracing::info!(
             listen = %address,
+            connector = app.config.connector.name(),
             prefill = slots(&app.config.prefill),
             decode = slots(&app.config.decode),
             prefill_policy = app.config.prefill_policy.name(),

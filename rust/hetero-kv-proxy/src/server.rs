@@ -129,9 +129,7 @@ async fn route(
     request: Request<Incoming>,
 ) -> Result<Answer, Never> {
     let path = request.uri().path();
-    let completion = [Route::Completions, Route::ChatCompletions]
-        .into_iter()
-        .find(|route| route.path() == path);
+    let completion = Route::ALL.into_iter().find(|route| route.path() == path);
     if watch.has_two_lengths() {
         let mut answer = answer::error(&ApiError::new(
             400,

@@ -16,6 +16,7 @@ use crate::handover::{DecodeHead, settle_stream};
 use crate::metrics::ReasonLabels;
 use crate::openai::error::ApiError;
 use crate::openai::sse::Tail;
+use crate::together;
 use crate::upstream::Written;
 
 /// Why an answer ends before its end. hyper closes the client's connection on it, so that a client
@@ -127,9 +128,9 @@ impl DecodeStream {
     }
 
     fn engine_ended(&self) -> bool {
-        self.live
-            .as_ref()
-            .is_some_and(|live| live.decode.answer.body.is_end_stream())
+        self.live.as_ref().is_some_and(|live| {
+            live.decode.early.is_none() && live.decode.answer.body.is_end_stream()
+        })
     }
 
     /// Whether nothing more will come.
@@ -140,7 +141,13 @@ impl DecodeStream {
     /// Length, where the engine gave one. An event stream has none: an error event may follow.
     pub fn size_hint(&self) -> SizeHint {
         match (&self.live, &self.events) {
-            (Some(live), None) => live.decode.answer.body.size_hint(),
+            (Some(live), None) => {
+                let rest = live.decode.answer.body.size_hint();
+                let early = live.decode.early.as_ref().map_or(0, Bytes::len) as u64;
+                rest.exact().map_or(SizeHint::default(), |rest| {
+                    SizeHint::with_exact(rest + early)
+                })
+            }
             (Some(_), Some(_)) => SizeHint::default(),
             (None, _) => SizeHint::with_exact(0),
         }
@@ -155,6 +162,13 @@ impl DecodeStream {
             let Some(live) = &mut self.live else {
                 return Poll::Ready(None);
             };
+            if let Some(chunk) = live.decode.early.take() {
+                self.note_chunk(chunk.clone());
+                if self.engine_ended() {
+                    self.complete();
+                }
+                return Poll::Ready(Some(Ok(Frame::data(chunk))));
+            }
             match Pin::new(&mut live.decode.answer.body).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Some(chunk) = frame.data_ref() {
@@ -207,6 +221,9 @@ impl DecodeStream {
 
     fn complete(&mut self) {
         if let Some(live) = self.live.take() {
+            if let Some(prefill) = live.decode.prefill {
+                together::close_later(&self.app, prefill);
+            }
             live.record.finish(live.decode.answer.head.status);
             live.decode.lease.end(self.outcome);
             live.decode.answer.connection.keep();
@@ -247,7 +264,7 @@ impl Drop for DecodeStream {
         };
         // The client left. The first chunk proves that the engine has taken the request and read
         // its KV; before that, the leg lives on for its grace.
-        if !self.any_chunk {
+        if !self.any_chunk && live.decode.claims_blocks {
             settle_stream(&self.app, live.decode, self.written.clone());
         }
     }

@@ -64,6 +64,9 @@ pub enum SendError {
         #[source]
         source: hyper::Error,
     },
+    /// Before the leg: the engine's bootstrap server does not say what the leg must name.
+    #[error("bootstrap server: {0}")]
+    Bootstrap(String),
     /// The path or a header cannot be sent.
     #[error("the request cannot be sent: {0}")]
     Request(#[from] http::Error),

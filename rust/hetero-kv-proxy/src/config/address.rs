@@ -1,5 +1,6 @@
 //! Addresses on the command line: engines' base URLs and where to listen.
 
+use crate::connectors::{PeerSpec, WORKER_KEYS, ZmqAddress};
 use crate::routing::InstanceSpec;
 
 /// Base URL of one engine, taken apart.
@@ -22,45 +23,102 @@ pub struct Worker {
     pub spec: InstanceSpec,
     /// Where it is.
     pub base: BaseUrl,
+    /// What the connector needs to know.
+    pub peer: PeerSpec,
 }
 
-/// Parses `URL[,dp=N][,rank0=K]`.
+/// Ports of vLLM's own defaults.
+const HANDSHAKE_PORT: u16 = 6301;
+const NOTIFY_PORT: u16 = 61005;
+const BOOTSTRAP_PORT: u16 = 8998;
+
+/// Parses `URL[,key=value...]`; keys are `dp`, `rank0` and [`WORKER_KEYS`].
 pub(super) fn worker(text: &str) -> Result<Worker, String> {
     let mut parts = text.split(',');
     let url = parts.next().unwrap_or_default();
     let base = base_url(url)?;
-    let mut dp = None;
-    let mut rank0 = None;
+    let mut given: Vec<(&'static str, &str)> = Vec::new();
+    let known = ["dp", "rank0"].into_iter().chain(WORKER_KEYS);
+    let keys = || {
+        let keys: Vec<&str> = known.clone().collect();
+        format!("keys are {}", keys.join(", "))
+    };
     for part in parts {
         let (key, value) = part
             .split_once('=')
-            .ok_or_else(|| format!("`{part}` is not key=value; keys are dp and rank0"))?;
-        let (slot, low, high) = match key {
-            "dp" => (&mut dp, 1, 1_024),
-            "rank0" => (&mut rank0, 0, 1_000_000),
-            _ => return Err(format!("unknown key `{key}`; keys are dp and rank0")),
-        };
-        if slot.is_some() {
+            .ok_or_else(|| format!("`{part}` is not key=value; {}", keys()))?;
+        let key = known
+            .clone()
+            .find(|known| *known == key)
+            .ok_or_else(|| format!("unknown key `{key}`; {}", keys()))?;
+        if given.iter().any(|(known, _)| *known == key) {
             return Err(format!("`{key}` is given twice"));
         }
-        let number: u32 = value
+        given.push((key, value));
+    }
+    let text = |key: &str| {
+        given
+            .iter()
+            .find(|(known, _)| *known == key)
+            .map(|(_, v)| *v)
+    };
+    let number = |key: &str, low: u32, high: u32, default: u32| match text(key) {
+        None => Ok(default),
+        Some(value) => value
             .parse()
             .ok()
             .filter(|number| (low..=high).contains(number))
-            .ok_or_else(|| format!("{key} must be {low} to {high}, not `{value}`"))?;
-        *slot = Some(number);
-    }
+            .ok_or_else(|| format!("{key} must be {low} to {high}, not `{value}`")),
+    };
+    let port = |key: &str, default: u16| {
+        let value = number(key, 1, u32::from(u16::MAX), u32::from(default))?;
+        Ok::<_, String>(value as u16)
+    };
+    let dp = number("dp", 1, 1_024, 1)?;
+    let bootstrap = match text("bootstrap") {
+        // A port at the instance's own host, or an address.
+        Some(port) if !port.contains(':') => format!("{}:{port}", bracketed(&base.host)),
+        Some(address) => address.to_owned(),
+        None => format!("{}:{BOOTSTRAP_PORT}", bracketed(&base.host)),
+    };
+    host_port(&bootstrap).map_err(|fault| format!("bootstrap: {fault}"))?;
+    let peer = PeerSpec {
+        dp,
+        dp_size: number("dp-size", 1, 65_536, dp)?,
+        dp_rank0: number("dp-rank0", 0, 65_535, 0)?,
+        tp: number("tp", 1, 1_024, 0)?,
+        zmq: ZmqAddress {
+            host: text("kv-host").unwrap_or(&base.host).to_owned(),
+            handshake: port("handshake", HANDSHAKE_PORT)?,
+            notify: port("notify", NOTIFY_PORT)?,
+        },
+        bootstrap: format!("http://{bootstrap}"),
+        given: WORKER_KEYS
+            .into_iter()
+            .filter(|key| text(key).is_some())
+            .collect(),
+    };
     Ok(Worker {
         spec: InstanceSpec {
             url: url.trim_end_matches('/').to_owned(),
-            dp: dp.unwrap_or(1),
-            rank0: rank0.unwrap_or(0),
+            dp,
+            rank0: number("rank0", 0, 1_000_000, 0)?,
         },
         base,
+        peer,
     })
 }
 
-fn base_url(url: &str) -> Result<BaseUrl, String> {
+/// A host as it stands in front of a port.
+fn bracketed(host: &str) -> String {
+    if host.contains(':') {
+        format!("[{host}]")
+    } else {
+        host.to_owned()
+    }
+}
+
+pub(crate) fn base_url(url: &str) -> Result<BaseUrl, String> {
     let uri: http::Uri = url.parse().map_err(|error| format!("not a URL: {error}"))?;
     match uri.scheme_str() {
         Some("http") => {}

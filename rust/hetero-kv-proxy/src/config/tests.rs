@@ -49,7 +49,7 @@ fn every_fault_is_told_at_once() {
         "--prefill",
         "ftp://p",
         "--connector",
-        "nixl",
+        "p2p",
         "--policy",
         "auto",
         "--decode-policy",
@@ -61,11 +61,10 @@ fn every_fault_is_told_at_once() {
     ]);
     let want = [
         "--listen nowhere: must be HOST:PORT",
+        "--connector p2p: unknown; one of hetero, none, nixl, mooncake, moriio-read, moriio-write",
         "--prefill http://p:1,dp=0: dp must be 1 to 1024, not `0`",
         "--prefill ftp://p: a URL begins with http://",
         "--decode: at least one instance is needed",
-        "--connector nixl: not available yet in this build; available: hetero; \
-         not yet: nixl, moriio-read, moriio-write, mooncake, none",
         "--policy auto: not available yet in this build; available: round-robin, least-loaded; \
          not yet: power-of-two, consistent-hash, prefix-aware, auto",
         "--decode-policy fastest: unknown; one of round-robin, least-loaded, power-of-two, \
@@ -86,7 +85,10 @@ fn bad_workers_are_refused() {
         ("http://p:0", "1 to 65535"),
         ("http://p:70000", "1 to 65535"),
         ("http://p:1,dp", "not key=value"),
-        ("http://p:1,tp=2", "unknown key `tp`"),
+        ("http://p:1,pp=2", "unknown key `pp`"),
+        ("http://p:1,tp=2", "`tp` has no use with --connector hetero"),
+        ("http://p:1,handshake=0", "handshake must be 1 to 65535"),
+        ("http://p:1,bootstrap=p:x", "bootstrap: `x` is not a port"),
         ("http://p:1,dp=2,dp=2", "given twice"),
         ("http://p:1,dp=2000", "1 to 1024"),
         ("http://p:1,rank0=-1", "rank0 must be"),
@@ -106,6 +108,54 @@ fn bad_workers_are_refused() {
         "http://p:1",
     ];
     assert!(faults(&twice)[0].contains("given twice"));
+}
+
+#[test]
+fn workers_state_what_their_connector_needs() {
+    let args = [
+        "--connector",
+        "moriio-read",
+        "--prefill",
+        "http://[fd00::1]:8100,dp=8,dp-size=16,dp-rank0=8,handshake=7000,notify=7100",
+        "--decode",
+        "http://d:2,tp=8,kv-host=10.0.0.9",
+    ];
+    let config = resolve(&args).expect("valid");
+    assert_eq!(config.connector.name(), "moriio-read");
+    let peer = &config.prefill[0].peer;
+    assert_eq!(
+        peer.zmq.to_string(),
+        "host:fd00::1,handshake:7000,notify:7100"
+    );
+    assert_eq!((peer.dp_size, peer.dp_rank0, peer.tp), (16, 8, 0));
+    let peer = &config.decode[0].peer;
+    assert_eq!(
+        peer.zmq.to_string(),
+        "host:10.0.0.9,handshake:6301,notify:61005"
+    );
+    assert_eq!((peer.dp_size, peer.tp), (1, 8));
+
+    let bootstrap = |worker: &str| {
+        let args = ["--connector", "mooncake", "--decode", "http://d:2"];
+        let args = [&args[..], &["--prefill", worker]].concat();
+        let config = resolve(&args).expect("valid");
+        config.prefill[0].peer.bootstrap.clone()
+    };
+    assert_eq!(bootstrap("http://[fd00::1]:1"), "http://[fd00::1]:8998");
+    assert_eq!(bootstrap("http://p:1,bootstrap=90"), "http://p:90");
+    assert_eq!(bootstrap("http://p:1,bootstrap=b:90"), "http://b:90");
+}
+
+#[test]
+fn a_connector_refuses_workers_that_it_cannot_serve() {
+    let args = |connector, worker| {
+        let head = ["--connector", connector, "--prefill", worker];
+        faults(&[&head[..], &PAIR[2..]].concat())
+    };
+    assert!(args("moriio-read", "http://p:1,dp=2,tp=2")[0].contains("share ports"));
+    assert!(args("none", "http://p:1")[0].contains("sends no prefill leg"));
+    let alone = ["--connector", "none", "--decode", "http://d:2"];
+    assert!(resolve(&alone).expect("valid").prefill.is_empty());
 }
 
 #[test]

@@ -69,5 +69,6 @@ fn answer_headers_pass_but_for_hop_by_hop_and_length() {
     let client = for_client(answer, Some(&id));
     assert_eq!(names(&client), ["content-type", "x-engine", "x-request-id"]);
     let own = for_client(map(&[("x-request-id", "engine")]), Some(&id));
-    assert_eq!(own[REQUEST_ID], "engine");
+    // The engine's may be the one that the proxy made for it, with addresses in it.
+    assert_eq!(own[REQUEST_ID], "r");
 }

@@ -17,14 +17,20 @@ pub enum Route {
     Completions,
     /// `POST /v1/chat/completions`.
     ChatCompletions,
+    /// `POST /v1/responses`.
+    Responses,
 }
 
 impl Route {
+    /// Every route.
+    pub const ALL: [Self; 3] = [Self::Completions, Self::ChatCompletions, Self::Responses];
+
     /// The path, equal on the client's side and on the engines'.
     pub fn path(self) -> &'static str {
         match self {
             Self::Completions => "/v1/completions",
             Self::ChatCompletions => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
         }
     }
 }

@@ -46,10 +46,28 @@ impl RequestError {
 pub struct Request {
     body: Bytes,
     object: Object,
-    has_completion_limit: bool,
-    has_n: bool,
-    has_stream: bool,
+    route: Route,
+    sent: Sent,
     first_prompt: Option<std::ops::Range<usize>>,
+    sequences: Sequences,
+    alone: Option<&'static str>,
+}
+
+/// Which members the client sent that the prefill leg changes only then.
+#[derive(Debug)]
+struct Sent {
+    completion_limit: bool,
+    n: bool,
+    stream: bool,
+    echo: bool,
+}
+
+/// How many sequences one request makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sequences {
+    One,
+    /// Several that share a transfer where the connector allows it.
+    Several,
 }
 
 impl Request {
@@ -63,25 +81,24 @@ impl Request {
     /// [`RequestError`], one variant for each kind of fault.
     pub fn parse(body: Bytes, route: Route) -> Result<Self, RequestError> {
         let object = Object::parse(&body)?;
-        let find = |name: &'static str| -> Result<Option<&[u8]>, RequestError> {
-            let range = object.find(&body, name)?;
-            Ok(range.map(|range| &body[range]))
+        let fields = Fields {
+            object: &object,
+            text: &body,
         };
-        let number = |field: &'static str, low: f64, want: &'static str| {
-            let value = find(field)?.filter(|raw| *raw != b"null");
-            value
-                .map(|raw| integer(raw).filter(|value| *value >= low))
-                .map(|value| value.ok_or(RequestError::Field { field, want }))
-                .transpose()
-        };
-
-        if find("kv_transfer_params")?.is_some_and(|raw| raw != b"null") {
+        if fields.get("kv_transfer_params")?.is_some() || fields.hides_params()? {
             return Err(RequestError::ForeignParams);
         }
-        let max_tokens = number("max_tokens", 0.0, "a non-negative integer")?;
-        let max_completion = number("max_completion_tokens", 0.0, "a non-negative integer")?;
-        let min_tokens = number("min_tokens", 0.0, "a non-negative integer")?;
-        if let (Some(low), Some(high)) = (min_tokens, max_completion.or(max_tokens))
+        const COUNT: &str = "a non-negative integer";
+        const POSITIVE: &str = "a positive integer";
+        let limit = match route {
+            Route::Completions | Route::ChatCompletions => {
+                let max_tokens = fields.number("max_tokens", 0.0, COUNT)?;
+                let max_completion = fields.number("max_completion_tokens", 0.0, COUNT)?;
+                max_completion.or(max_tokens)
+            }
+            Route::Responses => fields.number("max_output_tokens", 0.0, COUNT)?,
+        };
+        if let (Some(low), Some(high)) = (fields.number("min_tokens", 0.0, COUNT)?, limit)
             && low > high
         {
             return Err(RequestError::Field {
@@ -89,20 +106,13 @@ impl Request {
                 want: "at most the token limit",
             });
         }
-        number("n", 1.0, "a positive integer")?;
-        number("best_of", 1.0, "a positive integer")?;
-        let stream = match find("stream")? {
-            None | Some(b"false" | b"null") => false,
-            Some(b"true") => true,
-            Some(_) => {
-                return Err(RequestError::Field {
-                    field: "stream",
-                    want: "true or false",
-                });
-            }
-        };
-        match find("stream_options")? {
-            None | Some(b"null") => {}
+        let n = fields.number("n", 1.0, POSITIVE)?;
+        let best_of = fields.number("best_of", 1.0, POSITIVE)?;
+        let beams = fields.flag("use_beam_search")?;
+        let stream = fields.flag("stream")?;
+        let echo = fields.flag("echo")?;
+        match fields.get("stream_options")? {
+            None => {}
             Some(raw) if raw.starts_with(b"{") && stream => {}
             Some(_) => {
                 return Err(RequestError::Field {
@@ -112,21 +122,56 @@ impl Request {
             }
         }
 
-        let first_prompt = match route {
+        let mut first_prompt = None;
+        let mut alone = None;
+        let several_of = |count: Option<f64>| count.is_some_and(|count| count > 1.0);
+        let mut several = beams || several_of(n) || several_of(best_of);
+        // Logprobs of the prompt come from where it is computed; what prefill computed is thrown
+        // away, and decode has no state of a prompt whose KV it read.
+        if fields.get("prompt_logprobs")?.is_some() {
+            alone = Some("prompt_logprobs");
+        }
+        match route {
             Route::Completions => {
-                let prompt = object.find(&body, "prompt")?;
-                prompt.and_then(|range| {
-                    let first = first_of_several(&body[range.clone()])?;
-                    Some(range.start + first.start..range.start + first.end)
-                })
+                if let Some(range) = object.find(&body, "prompt")?
+                    && let Some(first) = first_of_several(&body[range.clone()])
+                {
+                    first_prompt = Some(range.start + first.start..range.start + first.end);
+                    several = true;
+                }
+                let logprobs = fields.get("logprobs")?;
+                if echo && logprobs.is_some_and(|raw| raw != b"false") {
+                    alone = Some("prompt_logprobs");
+                }
+                if fields.get("prompt_embeds")?.is_some() {
+                    alone = Some("prompt_embeds");
+                }
             }
-            Route::ChatCompletions => None,
-        };
+            Route::ChatCompletions => {}
+            Route::Responses => {
+                // Only the decode engine has the earlier response, or will have this one.
+                if fields.get("previous_response_id")?.is_some() || fields.flag("background")? {
+                    alone = Some("stored_response");
+                }
+                // Tools that the engine itself runs make several engine requests of one.
+                several |= fields.get("tools")?.is_some_and(has_engine_tools);
+            }
+        }
         Ok(Self {
-            has_completion_limit: find("max_completion_tokens")?.is_some(),
-            has_n: find("n")?.is_some(),
-            has_stream: find("stream")?.is_some(),
+            sent: Sent {
+                completion_limit: fields.is_sent("max_completion_tokens")?,
+                n: fields.is_sent("n")?,
+                stream: fields.is_sent("stream")?,
+                echo: fields.is_sent("echo")?,
+            },
+            sequences: if several {
+                Sequences::Several
+            } else {
+                Sequences::One
+            },
             first_prompt,
+            alone,
+            route,
             object,
             body,
         })
@@ -137,32 +182,51 @@ impl Request {
         self.first_prompt.is_some()
     }
 
-    /// The body of the prefill leg: one token, one sequence, no stream, and the order to keep the
-    /// blocks for `transfer_id` (32 hex digits).
+    /// Why the request runs on decode alone, if it must. `shares_transfer` says whether several
+    /// sequences may carry one transfer.
+    pub fn runs_alone(&self, shares_transfer: bool) -> Option<&'static str> {
+        match self.sequences {
+            Sequences::Several if !shares_transfer => self.alone.or(Some("several_sequences")),
+            Sequences::One | Sequences::Several => self.alone,
+        }
+    }
+
+    /// The body of the prefill leg: one token, one sequence, no stream, and `params` (one JSON
+    /// object).
     ///
     /// A list of prompts is cut to its first: the answer can carry the params of one prompt only,
     /// so prefilling the others would be thrown away. Decode computes those itself.
-    pub fn prefill_body(&self, transfer_id: &str) -> Bytes {
-        let params = format!(
-            r#"{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}"#
-        );
+    pub fn prefill_body(&self, params: &str) -> Bytes {
         let mut changes = vec![
-            Change::Set("kv_transfer_params", &params),
-            Change::Set("max_tokens", "1"),
-            // An end-of-sequence or stop token as the only token would end the request as stopped,
-            // for which connectors may keep no blocks; vLLM masks both below `min_tokens`.
-            Change::Set("min_tokens", "1"),
+            Change::Set("kv_transfer_params", params),
             Change::Remove("stream_options"),
-            Change::Remove("best_of"),
         ];
-        if self.has_completion_limit {
+        match self.route {
+            Route::Completions | Route::ChatCompletions => changes.extend([
+                Change::Set("max_tokens", "1"),
+                // An end-of-sequence or stop token as the only token would end the request as
+                // stopped, for which connectors may keep no blocks; vLLM masks both below
+                // `min_tokens`.
+                Change::Set("min_tokens", "1"),
+                Change::Remove("best_of"),
+            ]),
+            Route::Responses => changes.extend([
+                Change::Set("max_output_tokens", "1"),
+                // Nobody will ask the prefill engine for it.
+                Change::Set("store", "false"),
+            ]),
+        }
+        if self.sent.completion_limit {
             changes.push(Change::Set("max_completion_tokens", "1"));
         }
-        if self.has_n {
+        if self.sent.n {
             changes.push(Change::Set("n", "1"));
         }
-        if self.has_stream {
+        if self.sent.stream {
             changes.push(Change::Set("stream", "false"));
+        }
+        if self.sent.echo {
+            changes.push(Change::Set("echo", "false"));
         }
         if let Some(range) = &self.first_prompt {
             // The whole body was validated as UTF-8, and JSON values begin and end at characters.
@@ -184,6 +248,73 @@ impl Request {
             None => self.body.clone(),
         }
     }
+}
+
+/// Members read by name; `null` reads as absent.
+struct Fields<'a> {
+    object: &'a Object,
+    text: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    fn is_sent(&self, field: &'static str) -> Result<bool, RequestError> {
+        Ok(self.object.find(self.text, field)?.is_some())
+    }
+
+    fn get(&self, field: &'static str) -> Result<Option<&'a [u8]>, RequestError> {
+        let range = self.object.find(self.text, field)?;
+        Ok(range
+            .map(|range| &self.text[range])
+            .filter(|raw| *raw != b"null"))
+    }
+
+    /// Whether `vllm_xargs` carries the params: an engine copies its members to where they stand.
+    fn hides_params(&self) -> Result<bool, RequestError> {
+        let Some(raw) = self.get("vllm_xargs")? else {
+            return Ok(false);
+        };
+        // What is no object is the engine's to refuse.
+        let Ok(inner) = Object::parse(raw) else {
+            return Ok(false);
+        };
+        let found = inner.find(raw, "kv_transfer_params");
+        Ok(found.map_or(true, |range| range.is_some()))
+    }
+
+    fn number(
+        &self,
+        field: &'static str,
+        low: f64,
+        want: &'static str,
+    ) -> Result<Option<f64>, RequestError> {
+        self.get(field)?
+            .map(|raw| integer(raw).filter(|value| *value >= low))
+            .map(|value| value.ok_or(RequestError::Field { field, want }))
+            .transpose()
+    }
+
+    fn flag(&self, field: &'static str) -> Result<bool, RequestError> {
+        match self.get(field)? {
+            None | Some(b"false") => Ok(false),
+            Some(b"true") => Ok(true),
+            Some(_) => Err(RequestError::Field {
+                field,
+                want: "true or false",
+            }),
+        }
+    }
+}
+
+/// Whether a list of tools has one that is not a function of the client's.
+fn has_engine_tools(tools: &[u8]) -> bool {
+    #[derive(serde::Deserialize)]
+    struct Tool<'a> {
+        #[serde(borrow)]
+        r#type: std::borrow::Cow<'a, str>,
+    }
+    let tools: Result<Vec<Tool<'_>>, _> = serde_json::from_slice(tools);
+    // What is not such a list is the engine's to refuse.
+    tools.is_ok_and(|tools| tools.iter().any(|tool| tool.r#type != "function"))
 }
 
 /// The value of a JSON number that is an integer (`5`, `5.0` and `5e0` are the same number).

@@ -10,11 +10,13 @@ use serde_json::{Value, json};
 use super::Route;
 use super::error::ApiError;
 use super::request::{Request, RequestError};
-use super::response::kv_transfer_params;
+use super::response::{Ended, ended, kv_transfer_params};
 use super::splice::{Change, Object};
 use super::sse::Tail;
 
-const TID: &str = "00112233445566778899aabbccddeeff";
+/// What some connector's prefill leg carries.
+const PARAMS: &str =
+    r#"{"do_remote_decode":true,"transfer_id":"00112233445566778899aabbccddeeff"}"#;
 
 fn completions(body: &str) -> Result<Request, RequestError> {
     Request::parse(Bytes::copy_from_slice(body.as_bytes()), Route::Completions)
@@ -22,7 +24,7 @@ fn completions(body: &str) -> Result<Request, RequestError> {
 
 fn prefill(body: &str) -> String {
     let request = completions(body).expect("a valid request");
-    String::from_utf8(request.prefill_body(TID).to_vec()).expect("UTF-8")
+    String::from_utf8(request.prefill_body(PARAMS).to_vec()).expect("UTF-8")
 }
 
 fn decode(body: &str, params: &str) -> String {
@@ -48,10 +50,7 @@ fn the_decode_body_is_the_clients_bytes_with_params_in_front() {
 fn the_prefill_body_differs_in_the_named_members_only() {
     let want = ODD.replacen(
         '{',
-        &format!(
-            "{{\"kv_transfer_params\":{{\"do_remote_decode\":true,\"do_remote_prefill\":false,\
-             \"transfer_id\":\"{TID}\"}},\"max_tokens\":1,\"min_tokens\":1,"
-        ),
+        &format!("{{\"kv_transfer_params\":{PARAMS},\"max_tokens\":1,\"min_tokens\":1,"),
         1,
     );
     assert_eq!(prefill(ODD), want);
@@ -67,9 +66,7 @@ fn every_limit_of_the_prefill_leg_is_set_or_removed() {
         json!({
             "max_tokens": 1, "x": 1, "max_completion_tokens": 1, "stream": false, "n": 1,
             "prompt": "p", "min_tokens": 1,
-            "kv_transfer_params": {
-                "do_remote_decode": true, "do_remote_prefill": false, "transfer_id": TID,
-            },
+            "kv_transfer_params": serde_json::from_str::<Value>(PARAMS).expect("JSON"),
         })
     );
 }
@@ -151,10 +148,16 @@ fn faults_in_touched_fields_name_the_field() {
         (r#"{"n":0}"#, "n"),
         (r#"{"best_of":0}"#, "best_of"),
         (r#"{"stream":1}"#, "stream"),
+        (r#"{"echo":1}"#, "echo"),
+        (r#"{"use_beam_search":"yes"}"#, "use_beam_search"),
         (r#"{"stream_options":{}}"#, "stream_options"),
         (r#"{"stream":true,"stream_options":[]}"#, "stream_options"),
         (r#"{"kv_transfer_params":{}}"#, "kv_transfer_params"),
         (r#"{"kv_transfer_params":false}"#, "kv_transfer_params"),
+        (
+            r#"{"vllm_xargs":{"a":1,"kv_transfer_params":"x"}}"#,
+            "kv_transfer_params",
+        ),
         (r#"{"n":1,"n":1}"#, "n"),
         (r#"{"prompt":"a","prompt":"b"}"#, "prompt"),
         (
@@ -174,8 +177,157 @@ fn accepted_forms_of_touched_fields() {
         r#"{"max_tokens":5.0,"min_tokens":5,"stream":true,"stream_options":{"a":1}}"#,
         r#"{"max_tokens":0}"#,
         r#"{"other":1,"other":2}"#,
+        r#"{"vllm_xargs":{"kv":1},"n":1}"#,
+        r#"{"vllm_xargs":[1]}"#,
     ] {
         completions(body).expect(body);
+    }
+}
+
+fn parsed(body: &str, route: Route) -> Request {
+    Request::parse(Bytes::copy_from_slice(body.as_bytes()), route).expect(body)
+}
+
+#[test]
+fn a_limit_of_the_client_is_exact_whatever_prefill_is_told() {
+    for (route, bodies) in [
+        (
+            Route::Completions,
+            [r#"{"prompt":"p"}"#, r#"{"max_tokens":1}"#].as_slice(),
+        ),
+        (
+            Route::ChatCompletions,
+            &[
+                r#"{"messages":[]}"#,
+                r#"{"max_completion_tokens":1}"#,
+                r#"{"max_tokens":7,"max_completion_tokens":5}"#,
+            ],
+        ),
+        (
+            Route::Responses,
+            &[r#"{"input":"p"}"#, r#"{"max_output_tokens":1,"input":"p"}"#],
+        ),
+    ] {
+        for body in bodies {
+            let request = parsed(body, route);
+            assert_eq!(request.decode_body(None), body.as_bytes());
+            let decode = request.decode_body(Some("{}"));
+            let want = body.replacen('{', r#"{"kv_transfer_params":{},"#, 1);
+            assert_eq!(decode, want.as_bytes());
+            let prefill: Value = serde_json::from_slice(&request.prefill_body("{}")).expect("JSON");
+            for limit in ["max_tokens", "max_completion_tokens", "max_output_tokens"] {
+                let set = prefill.get(limit).is_none_or(|value| *value == json!(1));
+                assert!(set, "{limit} in {prefill}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_prefill_leg_of_a_response_has_its_own_limit_and_is_not_stored() {
+    let body = r#"{"input":"p","max_output_tokens":50,"stream":true,"store":true,"max_tokens":9}"#;
+    let prefill = parsed(body, Route::Responses).prefill_body(PARAMS);
+    let prefill: Value = serde_json::from_slice(&prefill).expect("JSON");
+    assert_eq!(
+        prefill,
+        json!({
+            "input": "p", "max_output_tokens": 1, "stream": false, "store": false, "max_tokens": 9,
+            "kv_transfer_params": serde_json::from_str::<Value>(PARAMS).expect("JSON"),
+        })
+    );
+    let absent = parsed(r#"{"input":"p"}"#, Route::Responses).prefill_body("{}");
+    assert_eq!(
+        absent,
+        r#"{"kv_transfer_params":{},"max_output_tokens":1,"store":false,"input":"p"}"#
+    );
+}
+
+#[test]
+fn echo_is_for_decode_alone_to_do() {
+    let sent: Value =
+        serde_json::from_str(&prefill(r#"{"prompt":"p","echo":true}"#)).expect("JSON");
+    assert_eq!(sent["echo"], false);
+    assert!(decode(r#"{"prompt":"p","echo":true}"#, "{}").ends_with(r#""echo":true}"#));
+}
+
+#[test]
+fn requests_that_one_transfer_cannot_serve_run_alone() {
+    const SEVERAL: Option<&str> = Some("several_sequences");
+    const LOGPROBS: Option<&str> = Some("prompt_logprobs");
+    const STORED: Option<&str> = Some("stored_response");
+    let completions = [
+        (r#"{"prompt":"a"}"#, [None, None]),
+        (r#"{"prompt":["a"],"n":1,"best_of":1}"#, [None, None]),
+        (r#"{"prompt":[1,2,3],"n":null}"#, [None, None]),
+        (r#"{"prompt":"a","logprobs":5}"#, [None, None]),
+        (r#"{"prompt":"a","echo":true}"#, [None, None]),
+        (r#"{"prompt":"a","echo":false,"logprobs":5}"#, [None, None]),
+        (r#"{"prompt":"a","prompt_logprobs":null}"#, [None, None]),
+        (r#"{"prompt":["a","b"]}"#, [None, SEVERAL]),
+        (r#"{"prompt":[[1],[2]]}"#, [None, SEVERAL]),
+        (r#"{"prompt":"a","n":2}"#, [None, SEVERAL]),
+        (r#"{"prompt":"a","n":2.0}"#, [None, SEVERAL]),
+        (r#"{"prompt":"a","best_of":2}"#, [None, SEVERAL]),
+        (r#"{"prompt":"a","use_beam_search":true}"#, [None, SEVERAL]),
+        (r#"{"prompt":"a","echo":true,"logprobs":0}"#, [LOGPROBS; 2]),
+        (r#"{"prompt":"a","prompt_logprobs":0}"#, [LOGPROBS; 2]),
+        (r#"{"prompt_embeds":"x"}"#, [Some("prompt_embeds"); 2]),
+    ];
+    let chat = [
+        (
+            r#"{"messages":[],"logprobs":true,"echo":true}"#,
+            [None, None],
+        ),
+        (r#"{"messages":[],"n":3}"#, [None, SEVERAL]),
+        (r#"{"messages":[],"prompt_logprobs":1}"#, [LOGPROBS; 2]),
+    ];
+    let responses = [
+        (
+            r#"{"input":"a","tools":[{"type":"function","name":"f"}]}"#,
+            [None, None],
+        ),
+        (r#"{"input":"a","background":false}"#, [None, None]),
+        (
+            r#"{"input":"a","tools":[{"type":"code_interpreter"}]}"#,
+            [None, SEVERAL],
+        ),
+        (r#"{"input":"a","background":true}"#, [STORED; 2]),
+        (
+            r#"{"input":"a","previous_response_id":"resp_1"}"#,
+            [STORED; 2],
+        ),
+    ];
+    for (route, cases) in [
+        (Route::Completions, completions.as_slice()),
+        (Route::ChatCompletions, &chat),
+        (Route::Responses, &responses),
+    ] {
+        for (body, [shared, single]) in cases {
+            let request = parsed(body, route);
+            assert_eq!(request.runs_alone(true), *shared, "{body}");
+            assert_eq!(request.runs_alone(false), *single, "{body}");
+        }
+    }
+}
+
+#[test]
+fn the_end_of_a_prefill_answer_is_read_from_each_route() {
+    for (body, want) in [
+        (r#"{"choices":[{"finish_reason":"length"}]}"#, Ended::Length),
+        (r#"{"choices":[{"finish_reason":"stop"}]}"#, Ended::Stopped),
+        (
+            r#"{"choices":[{"finish_reason":"tool_calls"}]}"#,
+            Ended::Stopped,
+        ),
+        (r#"{"choices":[{"finish_reason":"abort"}]}"#, Ended::Unknown),
+        (r#"{"choices":[{"finish_reason":null}]}"#, Ended::Unknown),
+        (r#"{"status":"incomplete","output":[]}"#, Ended::Length),
+        (r#"{"status":"completed"}"#, Ended::Stopped),
+        (r#"{"choices":[]}"#, Ended::Unknown),
+        (r#"{"choices":{}}"#, Ended::Unknown),
+        ("", Ended::Unknown),
+    ] {
+        assert_eq!(ended(body.as_bytes()), want, "{body}");
     }
 }
 
@@ -307,6 +459,24 @@ fn space() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec!["", " ", "\n\t ", "\r\n"])
 }
 
+/// Every member that some leg changes.
+const TOUCHED: [&str; 13] = [
+    "kv_transfer_params",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "min_tokens",
+    "stream",
+    "stream_options",
+    "n",
+    "best_of",
+    "echo",
+    "store",
+    "prompt",
+    "logprobs",
+];
+const VALUES: &[&str] = &["true", "false", "null"];
+
 proptest! {
     /// Splicing equals editing the parsed object, and members that are not named keep their bytes.
     #[test]
@@ -366,6 +536,100 @@ proptest! {
         if changes.is_empty() {
             prop_assert_eq!(out, text);
         }
+    }
+
+    /// Both legs of any request, against a model that writes the members anew: the decode leg is
+    /// the client's bytes with the params in front; the prefill leg has the members that the proxy
+    /// names, and every byte of every other member in its place.
+    #[test]
+    fn legs_keep_every_byte_that_they_do_not_name(
+        others in prop::collection::vec((".{0,4}", value(), space(), space()), 0..6),
+        touched in prop::collection::btree_map(
+            prop::sample::select(TOUCHED.to_vec()),
+            any::<prop::sample::Index>(),
+            0..TOUCHED.len(),
+        ),
+        order in any::<u64>(),
+        route in prop::sample::select(Route::ALL.to_vec()),
+    ) {
+        // Members as they stand in the body, the touched ones among the others.
+        let mut members: Vec<(String, String)> = Vec::new();
+        for (at, (name, value, before, after)) in others.iter().enumerate() {
+            // The number keeps names apart from each other and from touched ones.
+            let name = format!("{at}{name}");
+            let raw = format!("{before}{}{after}:{before}{value}{after}", json!(name));
+            members.push((name, raw));
+        }
+        let streams = touched.get("stream").is_some_and(|at| *at.get(VALUES) == "true");
+        for (place, (name, at)) in touched.iter().enumerate() {
+            let value = match *name {
+                "stream" | "echo" | "store" => *at.get(VALUES),
+                "stream_options" if streams => r#"{ "include_usage" :true}"#,
+                "stream_options" | "kv_transfer_params" => "null",
+                "prompt" => *at.get(&[r#""p""#, "[1, 2]", r#"[ "p" ]"#]),
+                // `min_tokens` may not be over a limit.
+                "min_tokens" => "1",
+                _ => *at.get(&["1", "7 ", "20"]),
+            };
+            let place = (order as usize).wrapping_add(place * 3) % (members.len() + 1);
+            members.insert(place, ((*name).to_owned(), format!("\"{name}\" : {value}")));
+        }
+        let raws: Vec<&str> = members.iter().map(|(_, raw)| raw.as_str()).collect();
+        let text = format!("{{{}}}", raws.join(","));
+        let request = Request::parse(Bytes::from(text.clone()), route).expect("valid");
+
+        prop_assert_eq!(request.decode_body(None), text.as_bytes());
+        let decode = String::from_utf8(request.decode_body(Some(PARAMS)).to_vec()).expect("UTF-8");
+        let want = match touched.contains_key("kv_transfer_params") {
+            true => text.replacen("\"kv_transfer_params\" : null",
+                &format!("\"kv_transfer_params\" : {PARAMS}"), 1),
+            false => {
+                let comma = if members.is_empty() { "" } else { "," };
+                text.replacen('{', &format!("{{\"kv_transfer_params\":{PARAMS}{comma}"), 1)
+            }
+        };
+        prop_assert_eq!(decode, want);
+
+        let prefill = String::from_utf8(request.prefill_body(PARAMS).to_vec()).expect("UTF-8");
+        let set = |name: &str| match (name, route) {
+            ("kv_transfer_params", _) => Some(PARAMS),
+            ("max_tokens" | "min_tokens", Route::Completions | Route::ChatCompletions) => Some("1"),
+            ("max_output_tokens", Route::Responses) => Some("1"),
+            ("store", Route::Responses) => Some("false"),
+            _ => None,
+        };
+        let changed = |name: &str| match name {
+            "max_completion_tokens" | "n" => Some("1"),
+            "stream" | "echo" => Some("false"),
+            other => set(other),
+        };
+        let removed = |name: &str| match route {
+            Route::Completions | Route::ChatCompletions => {
+                matches!(name, "stream_options" | "best_of")
+            }
+            Route::Responses => name == "stream_options",
+        };
+        // What is left, in order, with no byte of it changed.
+        let mut rest = prefill.as_str();
+        for (name, raw) in members.iter().filter(|(name, _)| !removed(name)) {
+            let want = match changed(name) {
+                Some(value) => format!("\"{name}\" : {value}"),
+                None => raw.trim().to_owned(),
+            };
+            let at = rest.find(&want);
+            prop_assert!(at.is_some(), "{want} in {rest} of {prefill}");
+            rest = &rest[at.unwrap_or_default() + want.len()..];
+        }
+        let got: BTreeMap<String, Value> = serde_json::from_str(&prefill).expect("JSON");
+        let mut want: BTreeMap<String, Value> = serde_json::from_str(&text).expect("JSON");
+        want.retain(|name, _| !removed(name));
+        for name in TOUCHED {
+            let value = set(name).or(want.contains_key(name).then(|| changed(name)).flatten());
+            if let Some(value) = value {
+                want.insert(name.to_owned(), serde_json::from_str(value).expect("JSON"));
+            }
+        }
+        prop_assert_eq!(got, want);
     }
 
     /// No byte string makes the scanner panic, and what it accepts is what serde_json accepts.

@@ -1,7 +1,7 @@
 //! One request's prefill and decode legs: what follows from each outcome.
 //!
-//! READ order: the decode leg is sent after the prefill leg has answered. The caller performs the
-//! legs and reports; this machine holds the retry budget and the rules.
+//! The caller performs the legs, in the order of its connector, and reports; this machine holds the
+//! retry budget and the rules.
 
 use super::{InstanceIndex, Role};
 
@@ -43,6 +43,9 @@ pub enum AfterPrefill {
     HandOver,
     /// Send the decode leg without params: decode computes the prompt itself.
     Recompute,
+    /// As [`AfterPrefill::Recompute`]: prefill's one token was the whole answer, for which its
+    /// connector kept no blocks. Nothing is wrong, and decode gives that answer.
+    RecomputeStopped,
     /// Give the client this answer as it is.
     PassOn,
     /// Answer that the KV handle is missing.
@@ -67,8 +70,8 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// A request whose legs run one after the other.
-    pub fn read(on_missing_kv: OnMissingKv) -> Self {
+    /// A request without a leg yet.
+    pub fn new(on_missing_kv: OnMissingKv) -> Self {
         Self {
             on_missing_kv,
             prefill_retries: 0,
@@ -115,13 +118,15 @@ impl Flow {
         step
     }
 
-    /// Prefill answered with `status`; `has_params` says whether the body carries a usable
-    /// `kv_transfer_params` object.
-    pub fn prefill_answered(&self, status: u16, has_params: bool) -> AfterPrefill {
+    /// Prefill answered with `status`; `has_handle` says whether the body says that blocks are
+    /// kept, `stopped` whether it ended by itself and not for its token limit.
+    pub fn prefill_answered(&self, status: u16, has_handle: bool, stopped: bool) -> AfterPrefill {
         if !(200..300).contains(&status) {
             AfterPrefill::PassOn
-        } else if has_params {
+        } else if has_handle {
             AfterPrefill::HandOver
+        } else if stopped {
+            AfterPrefill::RecomputeStopped
         } else {
             match self.on_missing_kv {
                 OnMissingKv::Fail => AfterPrefill::MissingKv,

@@ -177,7 +177,7 @@ fn retries_follow_the_rules_of_each_leg() {
         (Role::Decode, reset(false), 2, GiveUp),
         (Role::Decode, reset(true), 1, RetryFresh),
     ] {
-        let mut flow = Flow::read(OnMissingKv::Fail);
+        let mut flow = Flow::new(OnMissingKv::Fail);
         let first = flow.leg_failed(role, failure, at, instances);
         assert_eq!(first, want, "{role:?} {failure:?} of {instances}");
         let second = flow.leg_failed(role, LegFailure::Connect, at, 2);
@@ -191,7 +191,7 @@ fn retries_follow_the_rules_of_each_leg() {
 
 #[test]
 fn the_legs_have_separate_budgets() {
-    let mut flow = Flow::read(OnMissingKv::Fail);
+    let mut flow = Flow::new(OnMissingKv::Fail);
     let at = InstanceIndex(1);
     for role in [Role::Prefill, Role::Decode] {
         let step = flow.leg_failed(role, LegFailure::Connect, at, 2);
@@ -201,17 +201,33 @@ fn the_legs_have_separate_budgets() {
 
 #[test]
 fn prefill_answers_lead_to_one_step_each() {
-    let fail = Flow::read(OnMissingKv::Fail);
-    let recompute = Flow::read(OnMissingKv::Recompute);
-    assert_eq!(fail.prefill_answered(200, true), AfterPrefill::HandOver);
-    assert_eq!(fail.prefill_answered(200, false), AfterPrefill::MissingKv);
+    let fail = Flow::new(OnMissingKv::Fail);
+    let recompute = Flow::new(OnMissingKv::Recompute);
+    let (held, bare) = (true, false);
     assert_eq!(
-        recompute.prefill_answered(200, false),
+        fail.prefill_answered(200, held, false),
+        AfterPrefill::HandOver
+    );
+    // A connector that kept the blocks of a stopped request is believed.
+    assert_eq!(
+        fail.prefill_answered(200, held, true),
+        AfterPrefill::HandOver
+    );
+    assert_eq!(
+        fail.prefill_answered(200, bare, false),
+        AfterPrefill::MissingKv
+    );
+    assert_eq!(
+        fail.prefill_answered(200, bare, true),
+        AfterPrefill::RecomputeStopped
+    );
+    assert_eq!(
+        recompute.prefill_answered(200, bare, false),
         AfterPrefill::Recompute
     );
     for status in [400, 404, 429, 500, 503, 302] {
         assert_eq!(
-            recompute.prefill_answered(status, true),
+            recompute.prefill_answered(status, held, false),
             AfterPrefill::PassOn
         );
     }

@@ -29,14 +29,14 @@ fn run(command: &mut Command) -> Output {
 #[test]
 fn faults_of_the_configuration_are_exit_2_and_all_on_stderr() {
     for subcommand in ["serve", "check"] {
-        let output = run(command().args([subcommand, "--connector", "mooncake", "--policy", "x"]));
+        let output = run(command().args([subcommand, "--connector", "p2p", "--policy", "x"]));
         assert_eq!(output.status.code(), Some(2));
         assert!(output.stdout.is_empty());
         let errors = text(&output.stderr);
         for part in [
             "--prefill: at least one",
             "--decode: at least one",
-            "--connector mooncake: not available yet in this build",
+            "--connector p2p: unknown; one of hetero, none",
             "--policy x: unknown",
         ] {
             assert!(errors.contains(part), "{part} in {errors}");

@@ -60,6 +60,7 @@ pub(crate) enum Ended {
 /// One request that the engine received.
 #[derive(Debug, Clone)]
 pub(crate) struct Seen {
+    pub(crate) at: Instant,
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: Vec<u8>,
     pub(crate) ended: Option<Ended>,
@@ -92,6 +93,8 @@ struct State {
     connections: usize,
     healthy: bool,
     blocks: Blocks,
+    /// Answer to `GET /query`, as Mooncake's bootstrap server gives it.
+    bootstrap: String,
 }
 
 /// One scripted engine on its own port.
@@ -131,6 +134,7 @@ impl Engine {
             connections: 0,
             healthy: true,
             blocks: Arc::clone(blocks),
+            bootstrap: "{}".to_owned(),
         }));
         let shared = Arc::clone(&state);
         let server = tokio::spawn(async move {
@@ -168,6 +172,18 @@ impl Engine {
 
     pub(crate) fn set_healthy(&self, healthy: bool) {
         self.state.lock().expect("state").healthy = healthy;
+    }
+
+    /// The engine ids that this engine tells as a bootstrap server, DP rank 0 first.
+    pub(crate) fn set_engine_ids(&self, ids: &[&str]) {
+        let entries: serde_json::Map<String, Value> = (0..)
+            .zip(ids)
+            .map(|(rank, id): (u32, _)| {
+                let entry = json!({"engine_id": id, "worker_addr": {"0": {"0": "tcp://h:1"}}});
+                (rank.to_string(), entry)
+            })
+            .collect();
+        self.state.lock().expect("state").bootstrap = Value::from(entries).to_string();
     }
 
     pub(crate) fn seen(&self) -> Vec<Seen> {
@@ -211,8 +227,13 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
     let mut buffer = Vec::new();
     while let Some((line, headers, body)) = read_request(&mut reader, &mut buffer).await {
         if line.starts_with("GET ") {
-            let healthy = state.lock().expect("state").healthy;
-            let answer = if line.starts_with("GET /v1/models ") {
+            let (healthy, bootstrap) = {
+                let state = state.lock().expect("state");
+                (state.healthy, state.bootstrap.clone())
+            };
+            let answer = if line.starts_with("GET /query ") {
+                plain(200, &bootstrap)
+            } else if line.starts_with("GET /v1/models ") {
                 let auth = headers.get("authorization").cloned().unwrap_or_default();
                 plain(200, &json!({"object": "list", "auth": auth}).to_string())
             } else {
@@ -228,6 +249,7 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
             let script = state.next.pop_front();
             let script = script.unwrap_or_else(|| state.default.clone());
             state.seen.push(Seen {
+                at: Instant::now(),
                 headers,
                 body: body.clone(),
                 ended: None,

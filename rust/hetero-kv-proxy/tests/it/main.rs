@@ -7,11 +7,13 @@
 mod cancel;
 mod client;
 mod command;
+mod connectors;
 mod engine;
 mod failures;
 mod limits;
 mod pd_flow;
 mod streaming;
+mod together;
 
 use std::time::Duration;
 

@@ -1,0 +1,244 @@
+//! One leg of a request: choosing its slot, sending it, and what follows when it fails.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method};
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+
+use crate::answer::{self, Answer};
+use crate::app::{App, SlotLease};
+use crate::bootstrap;
+use crate::connectors::{Leg, Slot};
+use crate::headers;
+use crate::metrics::RoleLabels;
+use crate::openai::Route;
+use crate::openai::error::ApiError;
+use crate::openai::request::Request;
+use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, Role};
+use crate::upstream::{self, LegBody, SendError, Written};
+
+/// What the client is told instead of a decode answer.
+pub(crate) enum Failure {
+    /// The proxy's own error.
+    Api(ApiError),
+    /// An engine's answer, read whole.
+    Engine(Box<Answer>),
+}
+
+impl From<ApiError> for Failure {
+    fn from(error: ApiError) -> Self {
+        Self::Api(error)
+    }
+}
+
+/// One request as both legs need it.
+pub(crate) struct Call {
+    pub(crate) app: Arc<App>,
+    pub(crate) route: Route,
+    pub(crate) request: Request,
+    pub(crate) headers: HeaderMap,
+    pub(crate) written: Written,
+}
+
+impl Call {
+    /// Chooses a slot.
+    pub(crate) fn pick(
+        &self,
+        role: Role,
+        avoid: Option<InstanceIndex>,
+    ) -> Result<SlotLease, ApiError> {
+        self.app.pick(role, avoid).ok_or_else(|| {
+            let message = format!("no {} engine is known", role.name());
+            ApiError::new(503, "no_engine", message)
+        })
+    }
+
+    /// The id by which an engine's answer is the client's.
+    pub(crate) fn request_id(&self) -> Option<&HeaderValue> {
+        self.headers.get(headers::REQUEST_ID)
+    }
+
+    /// An engine's answer, read whole, as the client gets it.
+    pub(crate) fn passed_on(&self, head: http::response::Parts, body: Bytes) -> Failure {
+        let headers = headers::for_client(head.headers, self.request_id());
+        let answer = answer::passed_on(head.status, headers, body);
+        Failure::Engine(Box::new(answer))
+    }
+
+    /// Sends a leg and waits for the response head.
+    pub(crate) async fn send(
+        &self,
+        lease: &SlotLease,
+        body: LegBody,
+        leg: Option<&Leg>,
+        fresh: bool,
+    ) -> Result<upstream::Answer, SendError> {
+        let mut headers = self.headers.clone();
+        if let Some(rank) = lease.picked.rank_header {
+            headers.insert(headers::DP_RANK, HeaderValue::from(rank));
+        }
+        if let Some(id) = leg.and_then(|leg| leg.request_id.as_deref()) {
+            let id = HeaderValue::try_from(id).map_err(http::Error::from)?;
+            headers.insert(headers::REQUEST_ID, id);
+        }
+        let answer = lease
+            .upstream()
+            .send(Method::POST, self.route.path(), headers, body, fresh)
+            .await?;
+        // A client's mistake proves a living engine; its own failures prove nothing.
+        if answer.head.status.as_u16() < 500 {
+            lease.note_answer();
+        }
+        Ok(answer)
+    }
+
+    /// Sends the prefill leg.
+    pub(crate) async fn send_prefill(
+        &self,
+        lease: &SlotLease,
+        leg: &Leg,
+        fresh: bool,
+    ) -> Result<upstream::Answer, SendError> {
+        let body = LegBody::new(self.request.prefill_body(&leg.params), None);
+        self.send(lease, body, Some(leg), fresh).await
+    }
+
+    /// Sends the decode leg, with what `leg` adds or as the client sent it.
+    pub(crate) async fn send_decode(
+        &self,
+        lease: &SlotLease,
+        leg: Option<&Leg>,
+        fresh: bool,
+    ) -> Result<upstream::Answer, SendError> {
+        let params = leg.map(|leg| leg.params.as_str());
+        let body = self.request.decode_body(params);
+        let body = LegBody::new(body, Some(self.written.clone()));
+        self.send(lease, body, leg, fresh).await
+    }
+
+    /// The engine id at the prefill slot, for a connector that needs it.
+    pub(crate) async fn engine_id(&self, lease: &SlotLease) -> Result<Option<Arc<str>>, SendError> {
+        if !self.app.config.connector.needs_engine_id() {
+            return Ok(None);
+        }
+        bootstrap::engine_id(&self.app, lease).await.map(Some)
+    }
+}
+
+/// How the next try of a leg differs from the first.
+#[derive(Default, Clone, Copy)]
+pub(crate) struct Attempt {
+    pub(crate) avoid: Option<InstanceIndex>,
+    pub(crate) fresh: bool,
+}
+
+/// A chosen slot as connectors see it.
+pub(crate) fn slot<'a>(app: &'a App, lease: &SlotLease, engine_id: Option<&'a str>) -> Slot<'a> {
+    Slot {
+        peer: app.peer(lease.role(), lease.picked.instance),
+        rank: lease.picked.rank,
+        engine_id,
+    }
+}
+
+/// What follows from a leg without a response head: another try, or the error for the client.
+pub(crate) fn after_failure(
+    call: &Call,
+    flow: &mut Flow,
+    lease: SlotLease,
+    error: SendError,
+) -> Result<Attempt, Failure> {
+    let app = &call.app;
+    let (role, instance) = (lease.role(), lease.picked.instance);
+    tracing::debug!(role = role.name(), url = &**app.label(role, instance), %error, "leg failed");
+    let (failure, outcome, code) = match error {
+        SendError::Connect(_) => (LegFailure::Connect, "connect", "unreachable"),
+        SendError::Reset { reused, .. } => (LegFailure::Reset { reused }, "reset", "reset"),
+        SendError::Bootstrap(reason) => {
+            tracing::warn!(
+                url = &**app.label(role, instance),
+                reason,
+                "bootstrap server"
+            );
+            (LegFailure::Connect, "bootstrap", "bootstrap")
+        }
+        SendError::Request(_) => {
+            lease.end("unsent");
+            let message = "the request cannot be passed on";
+            return Err(ApiError::new(500, "internal", message).into());
+        }
+    };
+    if failure != (LegFailure::Reset { reused: true }) {
+        app.note_unreachable(role, instance);
+    }
+    lease.end(outcome);
+    let step = flow.leg_failed(role, failure, instance, app.instance_count(role));
+    let next = match step {
+        AfterFailure::RetryElsewhere { avoid } => Attempt {
+            avoid: Some(avoid),
+            fresh: false,
+        },
+        AfterFailure::RetryFresh => Attempt {
+            avoid: None,
+            fresh: true,
+        },
+        AfterFailure::GiveUp => return Err(given_up(role, code).into()),
+    };
+    let labels = RoleLabels { role: role.name() };
+    app.metrics.retries.get_or_create(&labels).inc();
+    Ok(next)
+}
+
+fn given_up(role: Role, code: &str) -> ApiError {
+    let (code, message) = match (role, code) {
+        (Role::Prefill, "unreachable") => (
+            "prefill_unreachable",
+            "the prefill engine cannot be reached",
+        ),
+        (Role::Prefill, "bootstrap") => (
+            "prefill_bootstrap",
+            "the prefill engine's bootstrap server does not name the engine of the chosen rank",
+        ),
+        (Role::Prefill, _) => (
+            "prefill_reset",
+            "the prefill engine closed the connection without an answer",
+        ),
+        (Role::Decode, "unreachable") => {
+            ("decode_unreachable", "the decode engine cannot be reached")
+        }
+        (Role::Decode, _) => (
+            "decode_reset",
+            "the decode engine closed the connection without an answer",
+        ),
+    };
+    ApiError::new(502, code, message)
+}
+
+/// A prefill answer read whole; `None` when it broke off or is too large.
+pub(crate) async fn read_answer(app: &App, body: Incoming) -> Option<Bytes> {
+    let max = usize::try_from(app.config.prefill_answer_bytes_max).ok()?;
+    let whole = http_body_util::Limited::new(body, max).collect().await;
+    Some(whole.ok()?.to_bytes())
+}
+
+/// The error for a prefill answer that cannot be read.
+pub(crate) fn answer_broken() -> ApiError {
+    ApiError::new(
+        502,
+        "prefill_answer_broken",
+        "the prefill engine's answer broke off or was too large",
+    )
+}
+
+/// 128 random bits as 32 hex digits.
+///
+/// # Errors
+/// 500 where the system gives no random numbers.
+pub(crate) fn random_hex() -> Result<String, ApiError> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|_| ApiError::new(500, "internal", "the system gives no random numbers"))?;
+    Ok(hex::encode(bytes))
+}
