@@ -132,6 +132,7 @@ ADVICE: dict[str, str] = {
     "CacheError": "The engine stops at start: the text names the tensor and the field. Use a "
     "layout that is supported, or report it.",
     "CompatError": "As `pair_refused`.",
+    "CpuError": "`hetero-kv-proxy bench` ends: give the `--pid` of a process that runs.",
     "FrameError": "What came was no frame of ours; that connection is closed. Mixed versions, or a "
     "stranger on the port.",
     "GroupError": "The engine stops at start, or the pair is refused: the text names the KV cache "

@@ -5,6 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
+use crate::bench::cli::{self as bench, BenchArgs};
+use crate::mock::cli::{self as mock, MockArgs};
+
 const EXAMPLE: &str = "\
 Example: two prefill engines, one of them with 8 DP ranks, and one decode engine
 
@@ -38,6 +41,12 @@ pub enum Command {
     Serve(Box<Invocation>),
     /// Print the resolved configuration as TOML, or every fault in it
     Check(Box<Invocation>),
+    /// Measure a proxy or an engine: load, times, failures, its processor time
+    #[command(after_help = bench::EXAMPLE)]
+    Bench(Box<BenchArgs>),
+    /// Scripted prefill and decode workers, with faults on request, to try a proxy on
+    #[command(after_help = mock::EXAMPLE)]
+    Mock(Box<MockArgs>),
 }
 
 /// The settings and where the file with more of them is.

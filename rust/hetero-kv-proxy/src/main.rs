@@ -1,4 +1,5 @@
-//! The executable: parse, log, run. Exit 0 done, 1 could not serve, 2 usage or configuration.
+//! The executable: parse, log, run. Exit 0 done, 1 could not serve or a measured request failed,
+//! 2 usage or configuration.
 
 use std::process::ExitCode;
 
@@ -11,7 +12,44 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Serve(invocation) => with_config(*invocation, serve),
         Command::Check(invocation) => with_config(*invocation, check),
+        Command::Bench(args) => {
+            let threads = args.threads;
+            block_on(threads, hetero_kv_proxy::bench::run(*args))
+        }
+        Command::Mock(args) => {
+            run::raise_open_files();
+            let threads = args.threads;
+            block_on(threads, async {
+                hetero_kv_proxy::mock::run(*args).await.map(|()| true)
+            })
+        }
     }
+}
+
+/// Runs one of the tools; exit 1 where it fails or says no.
+fn block_on(threads: usize, tool: impl Future<Output = anyhow::Result<bool>>) -> ExitCode {
+    let ended = runtime(threads).and_then(|runtime| {
+        let ended = runtime.block_on(tool);
+        runtime.shutdown_background();
+        ended
+    });
+    match ended {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("hetero-kv-proxy: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// `threads` of 0 is one for each core.
+fn runtime(threads: usize) -> anyhow::Result<tokio::runtime::Runtime> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if threads > 0 {
+        builder.worker_threads(threads);
+    }
+    Ok(builder.enable_all().build()?)
 }
 
 fn with_config(
@@ -54,11 +92,7 @@ fn serve(config: Config) -> anyhow::Result<()> {
             "the limit of open files is below --requests-max"
         );
     }
-    let mut builder = tokio::runtime::Builder::new_multi_thread();
-    if config.threads > 0 {
-        builder.worker_threads(config.threads);
-    }
-    let runtime = builder.enable_all().build()?;
+    let runtime = runtime(config.threads)?;
     let served = runtime.block_on(run::serve(config));
     // What is left after the drain is not waited for.
     runtime.shutdown_background();

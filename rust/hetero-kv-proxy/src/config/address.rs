@@ -109,6 +109,16 @@ pub(super) fn worker(text: &str) -> Result<Worker, String> {
     })
 }
 
+impl BaseUrl {
+    /// Takes a base URL apart.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong.
+    pub fn parse(url: &str) -> Result<Self, String> {
+        base_url(url)
+    }
+}
+
 /// A host as it stands in front of a port.
 fn bracketed(host: &str) -> String {
     if host.contains(':') {

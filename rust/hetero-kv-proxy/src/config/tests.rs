@@ -9,6 +9,7 @@ fn resolve(args: &[&str]) -> Result<Config, ConfigError> {
     let line = ["hetero-kv-proxy", "check"].iter().chain(args);
     match Cli::try_parse_from(line).expect("flags parse").command {
         Command::Check(invocation) | Command::Serve(invocation) => Config::resolve(*invocation),
+        Command::Bench(_) | Command::Mock(_) => unreachable!("check was parsed"),
     }
 }
 

@@ -162,3 +162,72 @@ async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
     assert_eq!(exit_code(child).await, Some(0));
     assert!(start.elapsed() < Duration::from_secs(3));
 }
+
+#[tokio::test]
+async fn mock_tells_its_urls_and_bench_tells_by_its_exit_what_came_of_the_run() {
+    let mut mock = command()
+        .args(["mock", "--listen", "127.0.0.1:0,role=decode,workers=2"])
+        .args(["--fail", "status=500,every=2"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the executable starts");
+    let mut urls = BufReader::new(mock.stdout.take().expect("piped")).lines();
+    let mut url = || {
+        let line = urls.next().expect("a line").expect("text");
+        line.strip_suffix(" decode").expect("its role").to_owned()
+    };
+    let (first, second) = (url(), url());
+    assert_ne!(first, second);
+    let bench = |flags: &[&str]| run(command().args(["bench", "--quiet"]).args(flags));
+    let good = bench(&["--url", &first, "--per-concurrency", "1", "--json", "-"]);
+    assert_eq!(good.status.code(), Some(0), "{}", text(&good.stderr));
+    let result: serde_json::Value = serde_json::from_slice(&good.stdout).expect("JSON");
+    assert_eq!(result["rounds"][0]["completed"], 1);
+    // The second of these two meets the fault.
+    let bad = bench(&["--url", &second, "--per-concurrency", "2"]);
+    assert_eq!(bad.status.code(), Some(1));
+    assert!(
+        text(&bad.stdout).contains("1 x status_500"),
+        "{}",
+        text(&bad.stdout)
+    );
+    signal(&mock, Signal::TERM);
+    assert_eq!(exit_code(mock).await, Some(0));
+    for (flags, part) in [
+        (vec!["bench"], "--url"),
+        (
+            vec!["bench", "--url", "http://h:1", "--rate", "5"],
+            "--duration",
+        ),
+        (
+            vec![
+                "bench",
+                "--url",
+                "http://h:1",
+                "--header",
+                "Content-Length: 1",
+            ],
+            "made by this client",
+        ),
+        (
+            vec!["mock", "--listen", "h:1,role=both"],
+            "role is any, prefill or decode",
+        ),
+        (vec!["mock", "--fail", "flood"], "unknown fault `flood`"),
+    ] {
+        let output = run(command().args(&flags));
+        assert_eq!(output.status.code(), Some(2), "{flags:?}");
+        assert!(
+            text(&output.stderr).contains(part),
+            "{}",
+            text(&output.stderr)
+        );
+    }
+    let nowhere = bench(&["--url", "https://h", "--model", "m"]);
+    assert_eq!(nowhere.status.code(), Some(1));
+    assert!(
+        text(&nowhere.stderr).contains("--url https://h"),
+        "{}",
+        text(&nowhere.stderr)
+    );
+}

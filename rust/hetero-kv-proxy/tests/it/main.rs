@@ -4,6 +4,7 @@
 //! and returns params; decode frees them. The client speaks HTTP by hand, so that a test sees every
 //! byte and when it came.
 
+mod bench;
 mod cancel;
 mod client;
 mod command;
@@ -11,6 +12,7 @@ mod connectors;
 mod engine;
 mod failures;
 mod limits;
+mod mock;
 mod pd_flow;
 mod streaming;
 mod together;
