@@ -16,8 +16,8 @@ use hetero_kv_core::wire::{FrameDecoder, HEADER_BYTES, Header, Kind};
 const CHUNK_BYTES: usize = 256 << 10;
 /// A limited relay moves at most what it may in so long, so that a rate is even.
 const SLICE: Duration = Duration::from_millis(5);
-/// A connection that is late by less has not been idle: it was the host that did not run it, and the
-/// rate makes up for that.
+/// A connection that is late by less is taken for one that the host did not run, and the rate makes up
+/// for that. So short a pause between two reads is made up for, too.
 const LATENESS_MAX: Duration = Duration::from_millis(20);
 /// Stack of a pump, which has its chunk on the heap.
 const STACK_BYTES: usize = 128 << 10;
