@@ -73,7 +73,8 @@ pub(crate) fn parse(body: Bytes, route: Route) -> Result<Request, ApiError> {
     Request::parse(body, route).map_err(|error| bad_request(&error))
 }
 
-fn bad_request(error: &RequestError) -> ApiError {
+/// The 400 for a fault in a body.
+pub(crate) fn bad_request(error: &RequestError) -> ApiError {
     let code = match error {
         RequestError::Syntax(_) => "invalid_json",
         RequestError::Duplicate(_) => "duplicate_field",

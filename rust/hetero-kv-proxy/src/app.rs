@@ -13,6 +13,7 @@ use crate::metrics::{LegLabels, Metrics, ReasonLabels};
 use crate::routing::{
     HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, policy::PolicyKind,
 };
+use crate::running::Requests;
 use crate::sync::lock;
 use crate::upstream::{PoolLimits, Upstream};
 
@@ -34,6 +35,8 @@ pub struct App {
     pub metrics: Metrics,
     /// One permit for each request that may run.
     pub admission: Arc<Semaphore>,
+    /// The requests that run, by id.
+    pub running: Requests,
     /// Client connections and decode legs that outlive their client: what a drain waits for.
     pub tasks: TaskTracker,
     /// The bootstrap servers of the prefill instances, where the connector has them.
@@ -133,6 +136,7 @@ impl App {
             decode: side(&config.decode, config.decode_policy)?,
             metrics: Metrics::default(),
             admission: Arc::new(Semaphore::new(config.requests_max)),
+            running: Requests::default(),
             tasks: TaskTracker::new(),
             start: Instant::now(),
             config,
@@ -180,6 +184,17 @@ impl App {
     /// Chooses a slot; `None` when the role has none.
     pub fn pick(self: &Arc<Self>, role: Role, avoid: Option<InstanceIndex>) -> Option<SlotLease> {
         let picked = lock(&self.side(role).pool).pick(avoid)?;
+        Some(SlotLease {
+            app: Arc::clone(self),
+            role,
+            picked,
+            outcome: "cancelled",
+        })
+    }
+
+    /// Takes a slot of one instance.
+    pub fn pick_at(self: &Arc<Self>, role: Role, instance: InstanceIndex) -> Option<SlotLease> {
+        let picked = lock(&self.side(role).pool).pick_at(instance)?;
         Some(SlotLease {
             app: Arc::clone(self),
             role,

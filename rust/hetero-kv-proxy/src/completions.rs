@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use http::Request as HttpRequest;
+use http::{HeaderValue, Request as HttpRequest};
 use hyper::body::Incoming;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
@@ -21,7 +22,8 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::response::{Ended, ended, kv_transfer_params};
 use crate::routing::{AfterPrefill, Flow, Role};
-use crate::stream::{DecodeStream, StreamLimits, outcome_of};
+use crate::running::{Running, aborted};
+use crate::stream::{DecodeStream, outcome_of};
 use crate::together;
 use crate::upstream::{self, Written};
 
@@ -34,21 +36,7 @@ pub async fn serve(
 ) -> Answer {
     let mut record = Record::new(Arc::clone(&app), route.path());
     match run(&app, route, request, watch, &mut record).await {
-        Ok((decode, permit, call, deadline)) => {
-            let status = decode.answer.head.status;
-            let head = headers::for_client(decode.answer.head.headers.clone(), call.request_id());
-            record.answering(status);
-            let limits = StreamLimits {
-                deadline,
-                idle: app.config.stream_idle_timeout,
-            };
-            let written = call.written.clone();
-            let stream = DecodeStream::new(app, decode, record, permit, limits, written);
-            let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
-            *answer.status_mut() = status;
-            *answer.headers_mut() = head;
-            answer
-        }
+        Ok(begun) => begun.answer(app, record),
         Err(failure) => {
             let answer = match failure {
                 Failure::Api(error) => answer::error(&error),
@@ -60,12 +48,30 @@ pub async fn serve(
     }
 }
 
-type Ready = (
-    DecodeHead,
-    tokio::sync::OwnedSemaphorePermit,
-    Arc<Call>,
-    Instant,
-);
+/// A decode answer that has a head, with what lives as long as its body.
+pub(crate) struct Begun {
+    pub(crate) decode: DecodeHead,
+    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) running: Running,
+    pub(crate) request_id: Option<HeaderValue>,
+    pub(crate) written: Written,
+    pub(crate) deadline: Instant,
+}
+
+impl Begun {
+    /// The answer as the client gets it.
+    pub(crate) fn answer(self, app: Arc<App>, mut record: Record) -> Answer {
+        let head = &self.decode.answer.head;
+        let status = head.status;
+        let headers = headers::for_client(head.headers.clone(), self.request_id.as_ref());
+        record.answering(status);
+        let stream = DecodeStream::new(app, self, record);
+        let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
+        *answer.status_mut() = status;
+        *answer.headers_mut() = headers;
+        answer
+    }
+}
 
 async fn run(
     app: &Arc<App>,
@@ -73,14 +79,9 @@ async fn run(
     request: HttpRequest<Incoming>,
     watch: &HeadWatch,
     record: &mut Record,
-) -> Result<Ready, Failure> {
+) -> Result<Begun, Failure> {
     let Ok(permit) = Arc::clone(&app.admission).try_acquire_owned() else {
-        return Err(ApiError::new(
-            429,
-            "too_many_requests",
-            "the proxy is serving as many requests as it may; try again shortly",
-        )
-        .into());
+        return Err(too_many().into());
     };
     let deadline = record.started() + app.config.request_timeout;
     let (head, body) = request.into_parts();
@@ -99,8 +100,6 @@ async fn run(
         headers: headers::for_legs(head.headers, random_hex)?,
         written: Written::default(),
     });
-    let flow = Flow::new(app.config.on_missing_kv);
-    let late = |_| Failure::from(deadline_exceeded());
     let order = match (alone, connector.order()) {
         (_, Order::DecodeAlone) => Order::DecodeAlone,
         (Some(reason), Order::PrefillFirst | Order::Together) => {
@@ -109,31 +108,57 @@ async fn run(
         }
         (None, order) => order,
     };
-    let decode = match order {
+    let running = Running::enter(app, &call.headers);
+    let decode = tokio::select! {
+        decode = legs(&call, order, deadline, record) => decode?,
+        // As if the client had left.
+        () = running.aborted() => return Err(aborted().into()),
+    };
+    Ok(Begun {
+        decode,
+        permit,
+        running,
+        request_id: call.request_id().cloned(),
+        written: call.written.clone(),
+        deadline,
+    })
+}
+
+/// Sends the legs until there is a head of a decode answer.
+async fn legs(
+    call: &Arc<Call>,
+    order: Order,
+    deadline: Instant,
+    record: &mut Record,
+) -> Result<DecodeHead, Failure> {
+    let app = &call.app;
+    let flow = Flow::new(app.config.on_missing_kv);
+    let late = |_| Failure::from(deadline_exceeded());
+    match order {
         Order::DecodeAlone => {
             record.enter(Phase::HandOver);
             // Nothing is pinned anywhere: a client that leaves closes the leg at once.
-            timeout_at(deadline, decode_alone(&call, flow))
+            timeout_at(deadline, decode_alone(call, flow))
                 .await
-                .map_err(late)??
+                .map_err(late)?
         }
         Order::PrefillFirst => {
             record.enter(Phase::Prefill);
-            let prefilled = timeout_at(deadline, prefill_leg(&call, flow))
+            let prefilled = timeout_at(deadline, prefill_leg(call, flow))
                 .await
                 .map_err(late)??;
             record.enter(Phase::HandOver);
-            let rest = hand_over(Arc::clone(&call), prefilled);
+            let rest = hand_over(Arc::clone(call), prefilled);
             let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
             timeout_at(deadline, hand_over.head())
                 .await
                 .map_err(late)?
-                .ok_or_else(ended_twice)??
+                .ok_or_else(ended_twice)?
         }
         Order::Together => {
             record.enter(Phase::HandOver);
             let leaving = CancellationToken::new();
-            let rest = together::both_legs(Arc::clone(&call), flow, leaving.clone());
+            let rest = together::both_legs(Arc::clone(call), flow, leaving.clone());
             let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
             // Dropped here, it closes the prefill leg at once; the decode leg has its grace.
             let leaving = leaving.drop_guard();
@@ -142,10 +167,9 @@ async fn run(
                 .map_err(late)?
                 .ok_or_else(ended_twice)??;
             leaving.disarm();
-            decode
+            Ok(decode)
         }
-    };
-    Ok((decode, permit, call, deadline))
+    }
 }
 
 /// Sends the client's body to a decode engine until there is a response head.
@@ -302,7 +326,15 @@ fn ended_twice() -> ApiError {
     ApiError::new(500, "internal", "the hand-over ended twice")
 }
 
-fn deadline_exceeded() -> ApiError {
+pub(crate) fn too_many() -> ApiError {
+    ApiError::new(
+        429,
+        "too_many_requests",
+        "the proxy is serving as many requests as it may; try again shortly",
+    )
+}
+
+pub(crate) fn deadline_exceeded() -> ApiError {
     ApiError::new(
         504,
         "deadline_exceeded",

@@ -20,11 +20,13 @@ use crate::app::App;
 use crate::client_io::{ClientIo, HeadWatch};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
-use crate::{admin, completions, models};
+use crate::{admin, completions, fanout, relay, running};
 
 /// Connections that the kernel holds for us; a burst of as many connects is not refused. The
 /// system's `somaxconn` may be lower and then counts.
 const BACKLOG: u32 = 4_096;
+/// Aborts running requests, at the path of vLLM's own.
+const ABORT: &str = "/abort_requests";
 /// Pause after a failed accept, such as one for want of descriptors, which ends when a connection
 /// closes.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -146,12 +148,26 @@ async fn route(
         }
         return Ok(completions::serve(app, route, request, &watch).await);
     }
+    let to_all = fanout::TO_ALL.into_iter().find(|known| *known == path);
+    let posted = to_all.is_some() || path == ABORT;
+    if posted && request.method() != Method::POST {
+        return Ok(not_allowed("POST"));
+    }
+    if let Some(to_all) = to_all {
+        return Ok(fanout::to_all(&app, to_all, request, &watch).await);
+    }
+    if posted {
+        return Ok(running::abort(&app, request, &watch).await);
+    }
     let known: Option<&'static str> = ["/v1/models", "/health", "/ready", "/metrics", "/workers"]
         .into_iter()
         .find(|known| *known == path);
     let Some(known) = known else {
-        let error = ApiError::new(404, "unknown_path", "no such path");
-        return Ok(answer::error(&error));
+        let Some(label) = relay::label(path) else {
+            let error = ApiError::new(404, "unknown_path", "no such path");
+            return Ok(answer::error(&error));
+        };
+        return Ok(relay::serve(app, label, request, &watch).await);
     };
     if request.method() != Method::GET && request.method() != Method::HEAD {
         return Ok(not_allowed("GET, HEAD"));
@@ -162,7 +178,7 @@ async fn route(
     Ok(match known {
         "/v1/models" => {
             let record = Record::new(Arc::clone(&app), known);
-            let answer = models::list(&app, request).await;
+            let answer = fanout::models(&app, request).await;
             record.finish(answer.status());
             answer
         }

@@ -9,13 +9,16 @@ use http::{StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::answer::Record;
 use crate::app::App;
+use crate::completions::Begun;
 use crate::handover::{DecodeHead, settle_stream};
 use crate::metrics::ReasonLabels;
 use crate::openai::error::ApiError;
 use crate::openai::sse::Tail;
+use crate::running::Running;
 use crate::together;
 use crate::upstream::Written;
 
@@ -32,6 +35,9 @@ pub enum StreamBroken {
     /// The request's deadline passed.
     #[error("the deadline of the request passed")]
     Deadline,
+    /// Somebody asked for its end.
+    #[error("the request was aborted")]
+    Aborted,
 }
 
 impl StreamBroken {
@@ -40,6 +46,7 @@ impl StreamBroken {
             Self::Engine => "engine",
             Self::Idle => "idle",
             Self::Deadline => "deadline",
+            Self::Aborted => "aborted",
         }
     }
 
@@ -48,6 +55,7 @@ impl StreamBroken {
             Self::Engine => (502, "decode_stream_broken"),
             Self::Idle => (504, "decode_stream_idle"),
             Self::Deadline => (504, "deadline_exceeded"),
+            Self::Aborted => (409, "aborted"),
         };
         ApiError::new(status, code, self.to_string())
     }
@@ -55,11 +63,11 @@ impl StreamBroken {
 
 /// The limits of one answer.
 #[derive(Debug, Clone, Copy)]
-pub struct StreamLimits {
+struct StreamLimits {
     /// When the request must be over.
-    pub deadline: Instant,
+    deadline: Instant,
     /// Longest silence.
-    pub idle: std::time::Duration,
+    idle: std::time::Duration,
 }
 
 /// A decode answer's body with everything that ends when it ends.
@@ -77,6 +85,7 @@ pub struct DecodeStream {
     events: Option<Tail>,
     any_chunk: bool,
     written: Written,
+    aborted: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
 #[derive(Debug)]
@@ -84,19 +93,25 @@ struct Live {
     decode: DecodeHead,
     record: Record,
     _permit: OwnedSemaphorePermit,
+    _running: Running,
 }
 
 impl DecodeStream {
-    /// The body of `decode`, counted by `record` and admitted by `permit`.
-    pub fn new(
-        app: Arc<App>,
-        decode: DecodeHead,
-        record: Record,
-        permit: OwnedSemaphorePermit,
-        limits: StreamLimits,
-        written: Written,
-    ) -> Self {
+    /// The body of a begun answer, counted by `record`.
+    pub(crate) fn new(app: Arc<App>, begun: Begun, record: Record) -> Self {
         let now = Instant::now();
+        let Begun {
+            decode,
+            permit,
+            running,
+            written,
+            deadline,
+            request_id: _,
+        } = begun;
+        let limits = StreamLimits {
+            deadline,
+            idle: app.config.stream_idle_timeout,
+        };
         let is_events = decode
             .answer
             .head
@@ -106,10 +121,12 @@ impl DecodeStream {
         let mut stream = Self {
             outcome: outcome_of(decode.answer.head.status),
             started: record.started(),
+            aborted: Box::pin(running.aborted()),
             live: Some(Live {
                 decode,
                 record,
                 _permit: permit,
+                _running: running,
             }),
             limits,
             alarm: Box::pin(tokio::time::sleep_until(
@@ -189,6 +206,9 @@ impl DecodeStream {
                 }
                 Poll::Pending => {}
             }
+            if self.aborted.as_mut().poll(cx).is_ready() {
+                return self.break_off(StreamBroken::Aborted);
+            }
             // One timer for both limits; it is moved when it rings and not at each chunk.
             if self.alarm.as_mut().poll(cx).is_pending() {
                 return Poll::Pending;
@@ -238,6 +258,11 @@ impl DecodeStream {
             return Poll::Ready(None);
         };
         live.record.finish(live.decode.answer.head.status);
+        let owed = !self.any_chunk && live.decode.claims_blocks;
+        if broken == StreamBroken::Aborted && owed {
+            settle_stream(&self.app, live.decode, self.written.clone());
+            return self.tell(broken);
+        }
         let whole = self.events.as_ref().is_some_and(Tail::is_done);
         live.decode
             .lease
@@ -246,6 +271,11 @@ impl DecodeStream {
             // Every event was passed on; only the end of the framing is missing.
             return Poll::Ready(None);
         }
+        self.tell(broken)
+    }
+
+    /// The last that the client gets.
+    fn tell(&self, broken: StreamBroken) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
         let labels = ReasonLabels {
             reason: broken.reason(),
         };

@@ -62,6 +62,24 @@ struct Sent {
     echo: bool,
 }
 
+/// Refuses a JSON object with `kv_transfer_params`; any other body may be what it likes.
+///
+/// # Errors
+/// [`RequestError::ForeignParams`].
+pub fn refuse_params(body: &[u8]) -> Result<(), RequestError> {
+    let Ok(object) = Object::parse(body) else {
+        return Ok(());
+    };
+    let fields = Fields {
+        object: &object,
+        text: body,
+    };
+    match fields.has_params() {
+        Ok(false) => Ok(()),
+        Ok(true) | Err(_) => Err(RequestError::ForeignParams),
+    }
+}
+
 /// How many sequences one request makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sequences {
@@ -85,7 +103,7 @@ impl Request {
             object: &object,
             text: &body,
         };
-        if fields.get("kv_transfer_params")?.is_some() || fields.hides_params()? {
+        if fields.has_params()? {
             return Err(RequestError::ForeignParams);
         }
         const COUNT: &str = "a non-negative integer";
@@ -268,8 +286,12 @@ impl<'a> Fields<'a> {
             .filter(|raw| *raw != b"null"))
     }
 
-    /// Whether `vllm_xargs` carries the params: an engine copies its members to where they stand.
-    fn hides_params(&self) -> Result<bool, RequestError> {
+    /// Whether the params are there, or within `vllm_xargs`, whose members an engine copies to
+    /// where the params stand.
+    fn has_params(&self) -> Result<bool, RequestError> {
+        if self.get("kv_transfer_params")?.is_some() {
+            return Ok(true);
+        }
         let Some(raw) = self.get("vllm_xargs")? else {
             return Ok(false);
         };

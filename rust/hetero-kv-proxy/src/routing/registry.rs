@@ -133,15 +133,28 @@ impl Pool {
             }
         }
         let chosen = self.candidates[self.policy.choose(&self.candidates)].slot;
+        Some(self.take(chosen))
+    }
+
+    /// Takes the slot of `instance` with the fewest legs in flight, whatever its health.
+    pub fn pick_at(&mut self, instance: InstanceIndex) -> Option<Picked> {
+        let slots = self.slots.iter().zip(0..);
+        let (_, chosen) = slots
+            .filter(|(slot, _)| slot.instance == instance)
+            .min_by_key(|(slot, _)| slot.in_flight)?;
+        Some(self.take(chosen))
+    }
+
+    fn take(&mut self, chosen: usize) -> Picked {
         let slot = &mut self.slots[chosen];
         slot.in_flight += 1;
         let spec = &self.instances[slot.instance.0].spec;
-        Some(Picked {
+        Picked {
             slot: SlotId(chosen),
             instance: slot.instance,
             rank: slot.rank,
             rank_header: (spec.dp > 1).then(|| spec.rank0 + slot.rank),
-        })
+        }
     }
 
     /// Ends the leg that [`Pool::pick`] counted.

@@ -61,6 +61,8 @@ pub(crate) enum Ended {
 #[derive(Debug, Clone)]
 pub(crate) struct Seen {
     pub(crate) at: Instant,
+    /// Method, path and version as they came.
+    pub(crate) line: String,
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: Vec<u8>,
     pub(crate) ended: Option<Ended>,
@@ -95,6 +97,8 @@ struct State {
     blocks: Blocks,
     /// Answer to `GET /query`, as Mooncake's bootstrap server gives it.
     bootstrap: String,
+    /// Status and body of the answer to `GET /v1/models`; without, one that shows the key.
+    models: Option<(u16, String)>,
 }
 
 /// One scripted engine on its own port.
@@ -135,6 +139,7 @@ impl Engine {
             healthy: true,
             blocks: Arc::clone(blocks),
             bootstrap: "{}".to_owned(),
+            models: None,
         }));
         let shared = Arc::clone(&state);
         let server = tokio::spawn(async move {
@@ -186,6 +191,10 @@ impl Engine {
         self.state.lock().expect("state").bootstrap = Value::from(entries).to_string();
     }
 
+    pub(crate) fn set_models(&self, status: u16, body: &str) {
+        self.state.lock().expect("state").models = Some((status, body.to_owned()));
+    }
+
     pub(crate) fn seen(&self) -> Vec<Seen> {
         self.state.lock().expect("state").seen.clone()
     }
@@ -226,13 +235,18 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
     let (mut reader, mut writer) = stream.into_split();
     let mut buffer = Vec::new();
     while let Some((line, headers, body)) = read_request(&mut reader, &mut buffer).await {
-        if line.starts_with("GET ") {
-            let (healthy, bootstrap) = {
+        let own = ["GET /health ", "GET /query ", "GET /v1/models "];
+        if own.iter().any(|own| line.starts_with(own)) {
+            let (healthy, bootstrap, models) = {
                 let state = state.lock().expect("state");
-                (state.healthy, state.bootstrap.clone())
+                (state.healthy, state.bootstrap.clone(), state.models.clone())
             };
             let answer = if line.starts_with("GET /query ") {
                 plain(200, &bootstrap)
+            } else if let (true, Some((status, body))) =
+                (line.starts_with("GET /v1/models "), &models)
+            {
+                plain(*status, body)
             } else if line.starts_with("GET /v1/models ") {
                 let auth = headers.get("authorization").cloned().unwrap_or_default();
                 plain(200, &json!({"object": "list", "auth": auth}).to_string())
@@ -250,6 +264,7 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
             let script = script.unwrap_or_else(|| state.default.clone());
             state.seen.push(Seen {
                 at: Instant::now(),
+                line,
                 headers,
                 body: body.clone(),
                 ended: None,
@@ -333,7 +348,8 @@ async fn perform(
     blocks: &Blocks,
     writer: &mut OwnedWriteHalf,
 ) -> bool {
-    let request: Value = serde_json::from_slice(body).expect("a leg's body is JSON");
+    // What is relayed may be anything.
+    let request: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
     let params = &request["kv_transfer_params"];
     let mut script = script;
     while let Script::After(pause, then) = script {

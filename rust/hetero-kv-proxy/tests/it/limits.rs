@@ -62,7 +62,7 @@ async fn paths_and_methods() {
     );
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
-    client.get("/v1/nothing").await;
+    client.get("/nothing").await;
     let reply = client.reply().await;
     assert_eq!(
         (reply.status, reply.error_code().as_str()),

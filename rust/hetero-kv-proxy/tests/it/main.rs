@@ -14,6 +14,7 @@ mod failures;
 mod limits;
 mod mock;
 mod pd_flow;
+mod routes;
 mod streaming;
 mod together;
 

@@ -1,0 +1,177 @@
+//! Requests that no prefill leg serves: passed on to a decode engine as they are.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode};
+use hyper::body::Incoming;
+use tokio::time::timeout_at;
+
+use crate::admit;
+use crate::answer::{self, Answer, Phase, Record};
+use crate::app::App;
+use crate::client_io::HeadWatch;
+use crate::completions::{Begun, deadline_exceeded, too_many};
+use crate::handover::DecodeHead;
+use crate::headers;
+use crate::legs::{random_hex, read_answer};
+use crate::openai::error::ApiError;
+use crate::openai::request::refuse_params;
+use crate::routing::{InstanceIndex, Role};
+use crate::running::{Running, aborted};
+use crate::stream::outcome_of;
+use crate::upstream::{LegBody, SendError, Written};
+
+/// The label in metrics of a path that is passed on; `None` for a path that is not.
+pub fn label(path: &str) -> Option<&'static str> {
+    // An engine, or a proxy in front of it, might read another path out of these.
+    let plain = path.split('/').all(|part| part != ".." && part != ".") && !path.contains("%2");
+    match path {
+        "/tokenize" => Some("/tokenize"),
+        "/detokenize" => Some("/detokenize"),
+        _ if path.starts_with("/v1/") && plain => Some("/v1/*"),
+        _ => None,
+    }
+}
+
+/// The answer of the first decode engine that has the path, what it names, or the model: each is
+/// asked once while the others say 404 or cannot be reached.
+pub async fn serve(
+    app: Arc<App>,
+    label: &'static str,
+    request: Request<Incoming>,
+    watch: &HeadWatch,
+) -> Answer {
+    let mut record = Record::new(Arc::clone(&app), label);
+    match run(&app, request, watch, &mut record).await {
+        Ok(begun) => begun.answer(app, record),
+        Err(answer) => {
+            record.finish(answer.status());
+            *answer
+        }
+    }
+}
+
+async fn run(
+    app: &Arc<App>,
+    request: Request<Incoming>,
+    watch: &HeadWatch,
+    record: &mut Record,
+) -> Result<Begun, Box<Answer>> {
+    let told = |error: ApiError| Box::new(answer::error(&error));
+    let Ok(permit) = Arc::clone(&app.admission).try_acquire_owned() else {
+        return Err(told(too_many()));
+    };
+    let deadline = record.started() + app.config.request_timeout;
+    let (head, body) = request.into_parts();
+    let body = admit::body(app, &head.headers, body, deadline)
+        .await
+        .map_err(told)?;
+    watch.arm();
+    refuse_params(&body).map_err(|error| told(admit::bad_request(&error)))?;
+    let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
+    let sent = Sent {
+        method: head.method,
+        path: path.to_owned(),
+        headers: headers::for_legs(head.headers, random_hex).map_err(told)?,
+        body,
+    };
+    record.enter(Phase::HandOver);
+    let running = Running::enter(app, &sent.headers);
+    let decode = tokio::select! {
+        decode = timeout_at(deadline, first_capable(app, &sent)) => {
+            decode.unwrap_or_else(|_| Err(told(deadline_exceeded())))?
+        }
+        () = running.aborted() => return Err(told(aborted())),
+    };
+    Ok(Begun {
+        request_id: sent.headers.get(headers::REQUEST_ID).cloned(),
+        written: Written::default(),
+        decode,
+        permit,
+        deadline,
+        running,
+    })
+}
+
+/// A request as every engine gets it.
+struct Sent {
+    method: Method,
+    path: String,
+    headers: HeaderMap,
+    body: Bytes,
+}
+
+async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<Answer>> {
+    let mut untried: Vec<InstanceIndex> = (0..app.instance_count(Role::Decode))
+        .map(InstanceIndex)
+        .collect();
+    let mut refusal = None;
+    let mut next = app.pick(Role::Decode, None);
+    while let Some(lease) = next {
+        let instance = lease.picked.instance;
+        untried.retain(|known| *known != instance);
+        let send = async |fresh| {
+            let mut headers = sent.headers.clone();
+            if let Some(rank) = lease.picked.rank_header {
+                headers.insert(headers::DP_RANK, HeaderValue::from(rank));
+            }
+            let body = LegBody::new(sent.body.clone(), None);
+            let (method, path) = (sent.method.clone(), &sent.path);
+            let upstream = lease.upstream();
+            upstream.send(method, path, headers, body, fresh).await
+        };
+        let mut answer = send(false).await;
+        if let Err(SendError::Reset { reused: true, .. }) = answer {
+            answer = send(true).await;
+        }
+        match answer {
+            Ok(answer) if answer.head.status == StatusCode::NOT_FOUND && !untried.is_empty() => {
+                lease.note_answer();
+                lease.end(outcome_of(answer.head.status));
+                if let Some(body) = read_answer(app, answer.body).await {
+                    answer.connection.keep();
+                    let id = sent.headers.get(headers::REQUEST_ID);
+                    let headers = headers::for_client(answer.head.headers, id);
+                    refusal = Some(answer::passed_on(answer.head.status, headers, body));
+                }
+            }
+            Ok(answer) => {
+                if answer.head.status.as_u16() < 500 {
+                    lease.note_answer();
+                }
+                return Ok(DecodeHead::alone(answer, lease));
+            }
+            Err(SendError::Connect(_)) => {
+                app.note_unreachable(Role::Decode, instance);
+                lease.end("connect");
+            }
+            Err(SendError::Reset { .. }) => {
+                app.note_unreachable(Role::Decode, instance);
+                lease.end("reset");
+                return Err(Box::new(answer::error(&ApiError::new(
+                    502,
+                    "decode_reset",
+                    "the decode engine closed the connection without an answer",
+                ))));
+            }
+            Err(SendError::Request(_) | SendError::Bootstrap(_)) => {
+                lease.end("unsent");
+                let message = "the request cannot be passed on";
+                return Err(Box::new(answer::error(&ApiError::new(
+                    500, "internal", message,
+                ))));
+            }
+        }
+        next = untried
+            .first()
+            .and_then(|untried| app.pick_at(Role::Decode, *untried));
+    }
+    Err(Box::new(refusal.unwrap_or_else(|| {
+        answer::error(&ApiError::new(
+            502,
+            "decode_unreachable",
+            "no decode engine can be reached",
+        ))
+    })))
+}
