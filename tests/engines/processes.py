@@ -116,7 +116,8 @@ _FAILED = re.compile(r"\b(ERROR|CRITICAL|panicked|Traceback)\b")
 
 def told_by(engine: Engine, lines_max: int = 40) -> str:
     """What its log says of a failure: the last lines of our connector, then the last errors."""
-    lines = [line[:400] for line in engine.process.log_path.read_text(errors="replace").splitlines()]
+    log = engine.process.log_path.read_text(errors="replace")
+    lines = [line[:400] for line in log.splitlines()]
     ours = [line for line in lines if _OURS.search(line)]
     failed = [line for line in lines if _FAILED.search(line) and not _OURS.search(line)]
     return "\n".join([*ours[-lines_max:], *failed[-lines_max // 4 :]])
