@@ -251,3 +251,6 @@ impl Body for MockBody {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -89,6 +89,29 @@ fn an_address_in_use_is_exit_1() {
     );
 }
 
+/// A process that does not outlive its test.
+struct Started(Option<Child>);
+
+impl Started {
+    fn child(&mut self) -> &mut Child {
+        self.0.as_mut().expect("not taken yet")
+    }
+
+    fn into_child(mut self) -> Child {
+        self.0.take().expect("not taken yet")
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            // One that has ended already is as good.
+            let _killed = child.kill();
+            let _status = child.wait();
+        }
+    }
+}
+
 /// Starts `serve` on a free port and reads the address from its first log line.
 fn serve(p: &Engine, d: &Engine) -> (Child, SocketAddr, impl Read) {
     let mut child = command()
@@ -165,13 +188,14 @@ async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
 
 #[tokio::test]
 async fn mock_tells_its_urls_and_bench_tells_by_its_exit_what_came_of_the_run() {
-    let mut mock = command()
+    let mock = command()
         .args(["mock", "--listen", "127.0.0.1:0,role=decode,workers=2"])
         .args(["--fail", "status=500,every=2"])
         .stdout(Stdio::piped())
         .spawn()
         .expect("the executable starts");
-    let mut urls = BufReader::new(mock.stdout.take().expect("piped")).lines();
+    let mut mock = Started(Some(mock));
+    let mut urls = BufReader::new(mock.child().stdout.take().expect("piped")).lines();
     let mut url = || {
         let line = urls.next().expect("a line").expect("text");
         line.strip_suffix(" decode").expect("its role").to_owned()
@@ -191,8 +215,8 @@ async fn mock_tells_its_urls_and_bench_tells_by_its_exit_what_came_of_the_run() 
         "{}",
         text(&bad.stdout)
     );
-    signal(&mock, Signal::TERM);
-    assert_eq!(exit_code(mock).await, Some(0));
+    signal(mock.child(), Signal::TERM);
+    assert_eq!(exit_code(mock.into_child()).await, Some(0));
     for (flags, part) in [
         (vec!["bench"], "--url"),
         (

@@ -200,7 +200,7 @@ async fn streams_have_their_tokens_their_pace_and_their_end() {
 }
 
 #[tokio::test]
-async fn each_event_is_a_piece_of_its_own_without_pace_too() {
+async fn a_stream_has_as_many_tokens_as_are_asked_for_or_set() {
     let mock = worker(&[]).await;
     let reply = post(&mock, 0, COMPLETIONS, STREAM).await;
     assert_eq!((reply.pieces.len(), events(&reply).len()), (9, 9));
