@@ -276,6 +276,10 @@ impl Holder {
             .unwrap_or_else(|| u64::from(value == serde_json::Value::Bool(true)))
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn signal(&self, signal: i32) {
         let pid = rustix::process::Pid::from_child(&self.child);
         let signal = rustix::process::Signal::from_named_raw(signal).expect("a named signal");

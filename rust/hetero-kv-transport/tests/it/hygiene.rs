@@ -36,8 +36,10 @@ fn transports() -> Vec<TransportName> {
     names
 }
 
-fn in_own_process(name: &str) {
+/// Runs an ignored test of this binary as a process, with variables of its environment set.
+pub(crate) fn in_own_process(name: &str, variables: &[(&str, &str)]) {
     let output = Command::new(std::env::current_exe().expect("this binary"))
+        .envs(variables.iter().copied())
         .args([name, "--exact", "--ignored", "--nocapture"])
         .output()
         .expect("this binary starts again");
@@ -51,17 +53,17 @@ fn in_own_process(name: &str) {
 
 #[test]
 fn readers_and_servers_leave_nothing_behind() {
-    in_own_process("hygiene::leaks");
+    in_own_process("hygiene::leaks", &[]);
 }
 
 #[test]
 fn an_idle_reader_and_server_use_no_processor() {
-    in_own_process("hygiene::idle_cost");
+    in_own_process("hygiene::idle_cost", &[]);
 }
 
 #[test]
 fn a_forked_child_gets_a_clear_error() {
-    in_own_process("hygiene::fork");
+    in_own_process("hygiene::fork", &[]);
 }
 
 #[test]
@@ -70,7 +72,7 @@ fn another_user_is_told_what_forbids_the_read() {
         eprintln!("skipped: only root can become another user");
         return;
     }
-    in_own_process("hygiene::as_another_user");
+    in_own_process("hygiene::as_another_user", &[]);
 }
 
 fn descriptors() -> usize {

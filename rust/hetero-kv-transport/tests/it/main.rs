@@ -9,6 +9,7 @@ mod hygiene;
 mod leases;
 mod listener;
 mod relay;
+mod sessions;
 mod throughput;
 mod unquiesced;
 mod verbs;
