@@ -92,6 +92,11 @@ test-cargo: ## cargo tests only; needs neither Python nor vLLM
 test-rdma: env wheel ## The RDMA transport on Soft-RoCE in a small machine, and what else needs RDMA
 	$(call stage,rdma,python3 tools/test_rdma.py --wheel dist/*.whl --python "$(ENV_PYTHON)" $(ARGS))
 
+# Status 77: something was skipped, and a line says which toolchain or component is missing.
+.PHONY: sanitize
+sanitize: ## Tests under AddressSanitizer, ThreadSanitizer and Miri (needs a nightly toolchain)
+	$(call stage,sanitize,python3 tools/sanitize.py $(ARGS))
+
 .PHONY: sim
 sim: ## Simulate clusters: SEEDS=100000 FROM=0 for more seeds than the tests run
 	$(call stage,simulator,cargo run --release --locked --quiet -p hetero-kv-sim -- \

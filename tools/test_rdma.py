@@ -292,15 +292,23 @@ def of_lab(output: str, _status: int) -> Counts:
     return Counts(passed=1) if right and found["requests"]["ok"] else Counts(failed=1)
 
 
-def double_checks(transport: dict[str, Path], lab: Path, work: Path) -> list[Check]:
-    """The suite on the stand-in, and labs with injected errors; none where it cannot be built."""
+def stand_in(work: Path) -> Path | None:
+    """The stand-in for libibverbs, built into a folder; none, with a line, where it cannot be."""
     sources = sorted(str(path) for path in DOUBLE.glob("*.c"))
     library = work / "libibverbs-double.so"
     flags = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-o", str(library)]
     if not sources or shutil.which("gcc") is None or not HEADERS.exists():
         say("double: skipped; it needs tests/doubles/verbs, gcc and libibverbs-dev")
-        return []
+        return None
     subprocess.run(["gcc", *flags, *sources], check=True, timeout=120)
+    return library
+
+
+def double_checks(transport: dict[str, Path], lab: Path, work: Path) -> list[Check]:
+    """The suite on the stand-in, and labs with injected errors; none where it cannot be built."""
+    library = stand_in(work)
+    if library is None:
+        return []
     settings = ["env", f"HETERO_KV_LIBIBVERBS={library}", "HETERO_KV_REQUIRE_RDMA=1"]
     objects = [str(transport["hetero_kv_transport"]), "verbs::", "blocks_are_read_by_each"]
     suite = [str(transport["it"]), "verbs::", "hygiene::", "--test-threads=2"]

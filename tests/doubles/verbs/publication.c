@@ -24,12 +24,18 @@ static struct {
 } peers[PEERS_MAX];
 
 // All processes of a test meet in one folder: HKV_VERBS_DIR, or one of the user's own.
-const char *meeting_folder(void) {
-  static char folder[128];
+static char folder[128];
+
+static void make_folder(void) {
   const char *named = getenv("HKV_VERBS_DIR");
   if (named != NULL) snprintf(folder, sizeof folder, "%s", named);
   else snprintf(folder, sizeof folder, "/dev/shm/hkv_verbs_%u", (unsigned)getuid());
   mkdir(folder, 0700);
+}
+
+const char *meeting_folder(void) {
+  static pthread_once_t made = PTHREAD_ONCE_INIT;
+  pthread_once(&made, make_folder);
   return folder;
 }
 

@@ -29,15 +29,20 @@ static struct ibv_device the_device = {
     .dev_path = "/sys/class/infiniband_verbs/uverbs0",
 };
 
+// Readers of topology look for a PCI address in a path that exists.
+static void make_device(void) {
+  snprintf(the_device.ibdev_path, sizeof the_device.ibdev_path, "%s/0000:01:00.0", meeting_folder());
+  mkdir(the_device.ibdev_path, 0700);
+}
+
 struct ibv_device **ibv_get_device_list(int *count) {
+  static pthread_once_t made = PTHREAD_ONCE_INIT;
   // HKV_VERBS_DEVICES=0: a machine whose library is there and whose hardware is not.
   const char *wanted = getenv("HKV_VERBS_DEVICES");
   bool none = wanted != NULL && strcmp(wanted, "0") == 0;
   struct ibv_device **list = calloc(2, sizeof *list);
   if (list == NULL) return NULL;
-  // Readers of topology look for a PCI address in a path that exists.
-  snprintf(the_device.ibdev_path, sizeof the_device.ibdev_path, "%s/0000:01:00.0", meeting_folder());
-  mkdir(the_device.ibdev_path, 0700);
+  pthread_once(&made, make_device);
   if (!none) list[0] = &the_device;
   if (count != NULL) *count = none ? 0 : 1;
   return list;

@@ -175,16 +175,20 @@ fn release(request_id: &str) -> StepOrders {
 }
 
 fn wait_report(d: &mut Rank) -> LoadReport {
+    let [report] = wait_reports(d);
+    report
+}
+
+/// So many reports, in their order, and no more.
+fn wait_reports<const COUNT: usize>(d: &mut Rank) -> [LoadReport; COUNT] {
     let deadline = Instant::now() + PATIENCE;
-    loop {
-        let mut received = d.side.take_results().received;
-        if let Some(report) = received.pop() {
-            assert!(received.is_empty(), "one at a time");
-            return report;
-        }
+    let mut received = Vec::new();
+    while received.len() < COUNT {
+        received.extend(d.side.take_results().received);
         assert!(Instant::now() < deadline, "the load never ends");
         thread::sleep(Duration::from_millis(2));
     }
+    received.try_into().expect("no report more")
 }
 
 /// vLLM re-uses the blocks as soon as every rank has reported `sent`.
@@ -514,16 +518,15 @@ fn an_empty_step_waits_only_for_what_is_pending() {
 
 #[test]
 fn regions_outside_of_the_words_given_are_refused() {
-    let bytes = NUM_BLOCKS as usize * PAGE_BYTES as usize;
-    let words: &'static [AtomicU64] =
-        Box::leak((0..bytes / 8).map(|_| AtomicU64::new(0)).collect());
-    let base = words.as_ptr().expose_provenance() as u64;
+    const BYTES: usize = NUM_BLOCKS as usize * PAGE_BYTES as usize;
+    static WORDS: [AtomicU64; BYTES / 8] = [const { AtomicU64::new(0) }; BYTES / 8];
+    let base = WORDS.as_ptr().expose_provenance() as u64;
     let start = |base| {
         let options = options(false, TransportChoice::Auto);
-        WorkerSide::start_on(words, place("w"), cache(base), options)
+        WorkerSide::start_on(&WORDS, place("w"), cache(base), options)
     };
     assert!(start(base).is_ok());
-    for outside in [base - 8, base + 8, base + bytes as u64] {
+    for outside in [base - 8, base + 8, base + BYTES as u64] {
         assert!(matches!(start(outside), Err(WorkerError::Elsewhere(0))));
     }
 }
@@ -627,10 +630,10 @@ fn a_load_that_finds_no_session_waits_for_one() {
         thread::sleep(Duration::from_millis(2));
     }
     d.side.step(cancel("a"), Duration::ZERO);
-    assert_eq!(wait_report(&mut d).request_id, "a");
-    let report = wait_report(&mut d);
-    assert_eq!((report.request_id.as_str(), report.failure), ("b", None));
-    assert!(report.elapsed >= Duration::from_millis(40), "the wait too");
+    let [cancelled, read] = wait_reports(&mut d);
+    assert_eq!(cancelled.request_id, "a");
+    assert_eq!((read.request_id.as_str(), read.failure), ("b", None));
+    assert!(read.elapsed >= Duration::from_millis(40), "the wait too");
     assert_eq!(d.memory.block(1), named.memory.block(5));
     assert!(d.side.take_results().received.is_empty(), "once");
 }

@@ -160,8 +160,12 @@ fn a_stopped_tcp_source_delays_only_its_own_reads() {
         tp_rank: 1,
         ..HolderConfig::default()
     });
-    let buffers = [Buffer::new(BYTES, 0)];
+    let buffers = [Buffer::new(BYTES, 0), Buffer::new(1 << 20, 0)];
     let reader = reader(&buffers, TransportName::Tcp);
+    let aside = whole(1 << 20).map(|run| Run {
+        dest_region: 1,
+        ..run
+    });
     // Both are connected before one is stopped.
     for (id, holder) in [(1, &stopped), (2, &healthy)] {
         reader
@@ -178,7 +182,7 @@ fn a_stopped_tcp_source_delays_only_its_own_reads() {
     let mut slowest = Duration::ZERO;
     while now().since(began) < Duration::from_secs(5) {
         reader
-            .submit(job(100 + others, &healthy.source, &whole(1 << 20)))
+            .submit(job(100 + others, &healthy.source, &aside))
             .expect("taken");
         let done = wait_one(&reader);
         assert_eq!((done.id, done.outcome), (100 + others, Ok(())));
@@ -191,7 +195,10 @@ fn a_stopped_tcp_source_delays_only_its_own_reads() {
     stopped.signal(libc::SIGCONT);
     let done = wait_one(&reader);
     assert_eq!((done.id, done.outcome), (3, Ok(())));
-    check_exact(&buffers, &whole(BYTES as u64), stopped.config.seed, 0);
+    let seeds = [stopped.config.seed, healthy.config.seed];
+    check_exact(&buffers[..1], &whole(BYTES as u64), seeds[0], 0);
+    // As the only region of its list.
+    check_exact(&buffers[1..], &whole(1 << 20), seeds[1], 0);
 }
 
 /// The time to connect is that of an attempt: a job that is cancelled in the middle of one takes no

@@ -28,12 +28,12 @@ fn route() -> Route {
 /// Lists of runs are megabytes, and a cancelled job waits for its sessions.
 #[test]
 fn runs_of_a_job_that_is_over_are_not_made() {
-    let words: &'static mut [u64] = Box::leak(Box::new([0; 8]));
+    static WORDS: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
     let region = MemoryRegion {
-        base: words.as_mut_ptr().expose_provenance() as u64,
+        base: WORDS.as_ptr().expose_provenance() as u64,
         bytes: 64,
     };
-    // SAFETY: the words are leaked, so they stay, and nothing else refers to them from here on.
+    // SAFETY: the words stay as long as the process, and are atomics.
     let memory = unsafe { LocalMemory::new(vec![region]) }.expect("a region");
     let shared = Arc::new(Shared {
         memory: Arc::new(memory),
