@@ -1,4 +1,5 @@
-"""Pairs of processes that move bytes by order: ours and the bare calls, and NIXL."""
+"""Pairs of processes that move bytes by order: ours and the bare calls, ours under Python, NIXL,
+Mooncake."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from . import kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 NIXL_PIN = "nixl-cu12==1.5.1"
+MOONCAKE_PIN = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+# What its wheel imports.
+MOONCAKE_NEEDS = ("aiohttp", "requests", "msgpack")
 ANSWER_TIMEOUT_S = 300
 
 
@@ -43,8 +47,11 @@ class Pair:
         env: Mapping[str, str],
         mib: int,
         hold: Sequence[str],
+        quiet: bool = False,
     ) -> None:
+        """`quiet`: what the library writes to standard error is not shown."""
         self.name = name
+        self._quiet = quiet
         environment = {**os.environ, **env}
         self._holder = self._start([*command, *hold, str(mib)], environment)
         card = self._line(self._holder)
@@ -56,7 +63,7 @@ class Pair:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if "nixl" in self.name else None,
+            stderr=subprocess.DEVNULL if self._quiet else None,
             env=dict(env),
             text=True,
         )
@@ -80,7 +87,7 @@ class Pair:
         order: dict[str, Any] = {"case": case["name"], "times": times, "check": check}
         if way:
             order["way"] = way
-        elif case["name"] not in self._known:
+        if self.name != "ours" and case["name"] not in self._known:
             order["cases"] = [dict(case)]
             self._known.add(case["name"])
         assert self._reader.stdin is not None, "invariant: started with stdin=PIPE"
@@ -143,18 +150,18 @@ def cases(executable: str) -> dict[str, dict[str, Any]]:
     return {case["name"]: case for case in listed}
 
 
-def nixl_folder() -> Path:
-    """NIXL's wheel, unpacked under the cache; not installed into any environment."""
+def unpacked(pin: str, package: str, *needs: str) -> Path:
+    """A wheel, unpacked under the cache; not installed into any environment."""
     cache = os.environ.get("HETERO_KV_CACHE", "")
     root = Path(cache).expanduser() if cache else Path.home() / ".cache" / "hetero_kv"
-    folder = root / NIXL_PIN.replace("==", "-")
-    if not (folder / "nixl_cu12").is_dir():
+    folder = root / pin.replace("==", "-")
+    if not (folder / package).is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--disable-pip-version-check", "--target", str(folder), NIXL_PIN]
+        command += ["--disable-pip-version-check", "--target", str(folder), pin, *needs]
         try:
             subprocess.run(command, check=True)
         except subprocess.CalledProcessError as error:
-            raise PairError(f"pip cannot install {NIXL_PIN}: status {error.returncode}") from error
+            raise PairError(f"pip cannot install {pin}: status {error.returncode}") from error
     return folder
 
 
@@ -170,11 +177,37 @@ def ours(executable: str, mib: int) -> Iterator[Pair]:
 @contextlib.contextmanager
 def nixl(mib: int, transports: str = "") -> Iterator[Pair]:
     """`transports` is UCX_TLS; empty for UCX's own choice."""
-    env = {"PYTHONPATH": os.pathsep.join([str(nixl_folder()), str(ROOT / "benches")])}
-    if transports:
-        env["UCX_TLS"] = transports
-    command = [sys.executable, "-m", "support.nixl_peer"]
-    pair = Pair(f"nixl {transports}".strip(), command, env, mib, ["hold"])
+    env = {"UCX_TLS": transports} if transports else {}
+    folder = unpacked(NIXL_PIN, "nixl_cu12")
+    name = f"nixl {transports}".strip()
+    with python_pair(name, "nixl_peer", mib, env, folder) as pair:
+        yield pair
+
+
+@contextlib.contextmanager
+def mooncake(mib: int) -> Iterator[Pair]:
+    folder = unpacked(MOONCAKE_PIN, "mooncake", *MOONCAKE_NEEDS)
+    with python_pair("mooncake", "mooncake_peer", mib, {"MC_FORCE_TCP": "1"}, folder) as pair:
+        yield pair
+
+
+@contextlib.contextmanager
+def locked(mib: int) -> Iterator[Pair]:
+    """Ours under Python, by the package that this interpreter has."""
+    with python_pair("locked", "locked_peer", mib, {}) as pair:
+        yield pair
+
+
+@contextlib.contextmanager
+def python_pair(
+    name: str, module: str, mib: int, env: Mapping[str, str], folder: Path | None = None
+) -> Iterator[Pair]:
+    """A module of `support` as both processes; a library may bring a folder of its own."""
+    paths = [str(folder)] if folder else []
+    paths += [str(ROOT / "benches"), os.environ.get("PYTHONPATH", "")]
+    environment = {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", f"support.{module}"]
+    pair = Pair(name, command, environment, mib, ["hold"], quiet=folder is not None)
     try:
         yield pair
     finally:

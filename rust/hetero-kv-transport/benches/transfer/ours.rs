@@ -35,26 +35,32 @@ fn lease() -> LeaseRef {
     }
 }
 
-pub(crate) fn source(card: &Card) -> Result<Arc<Source>, Box<dyn Error>> {
-    let pairing = Pairing::new(1, 1, KvHeads::Grouped(std::num::NonZeroU32::MIN))?;
-    let plan = pairing.rank_plan(TpRank(0), &SourceChooser::new(TransferId([1; 16])))?;
-    let route = plan.routes(&owner(), PpRank(0)).remove(0);
-    Ok(Arc::new(Source {
-        route,
-        endpoints: card.endpoints.clone(),
-        regions: vec![card.region],
-    }))
+/// The holder's memory as that of so many source ranks: a reader has a thread for each.
+pub(crate) fn sources(card: &Card, ranks: u32) -> Result<Vec<Arc<Source>>, Box<dyn Error>> {
+    let heads = KvHeads::Grouped(ranks.try_into()?);
+    let pairing = Pairing::new(ranks, ranks, heads)?;
+    (0..ranks)
+        .map(|rank| {
+            let chooser = SourceChooser::new(TransferId([1; 16]));
+            let plan = pairing.rank_plan(TpRank(rank), &chooser)?;
+            Ok(Arc::new(Source {
+                route: plan.routes(&owner(), PpRank(0)).remove(0),
+                endpoints: card.endpoints.clone(),
+                regions: vec![card.region],
+            }))
+        })
+        .collect()
 }
 
 /// The reader as a worker uses it.
 pub(crate) struct ByReader {
     reader: Reader,
-    source: Arc<Source>,
+    sources: Vec<Arc<Source>>,
     jobs: u64,
 }
 
 impl ByReader {
-    pub(crate) fn new(name: Ours, source: Arc<Source>, dest: Pool) -> Self {
+    pub(crate) fn new(name: Ours, sources: Vec<Arc<Source>>, dest: Pool) -> Self {
         let options = ReaderOptions {
             choice: match name {
                 Ours::Process => TransportChoice::Process,
@@ -64,23 +70,29 @@ impl ByReader {
         };
         Self {
             reader: Reader::start(dest.register(), options),
-            source,
+            sources,
             jobs: 0,
         }
     }
 
-    /// Reads, and returns the time that the caller's thread spent in handing the job over.
-    pub(crate) fn read(&mut self, runs: Vec<Run>) -> Result<Duration, Box<dyn Error>> {
+    /// Reads a part of the runs from each source, and returns the time that the caller's thread
+    /// spent in handing the job over.
+    pub(crate) fn read(&mut self, runs: &[Run]) -> Result<Duration, Box<dyn Error>> {
         self.jobs += 1;
+        let parts = runs.chunks(runs.len().div_ceil(self.sources.len()));
+        let pieces = parts
+            .zip(&self.sources)
+            .map(|(runs, source)| ReadPiece {
+                source: Arc::clone(source),
+                runs: runs.to_vec().into(),
+            })
+            .collect();
         let begun = now();
         self.reader.submit(ReadJob {
             id: self.jobs,
             lease: lease(),
             deadline: begun + DEADLINE,
-            pieces: vec![ReadPiece {
-                source: Arc::clone(&self.source),
-                runs: runs.into(),
-            }],
+            pieces,
         })?;
         let posted = now().since(begun);
         loop {

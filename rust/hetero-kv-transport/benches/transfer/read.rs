@@ -1,6 +1,7 @@
 //! The reading process: orders come by line, each is carried out and timed.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::error::Error;
 use std::io::Write;
 use std::net::TcpStream;
@@ -13,7 +14,7 @@ use hetero_kv_transport::transport::Source;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-use super::bare::Lists;
+use super::bare::{self, Lists};
 use super::cases::Case;
 use super::hold::Card;
 use super::memory::{Pool, pattern};
@@ -35,8 +36,12 @@ enum Way {
     ProcessConnect,
     /// Connect and prove a `tcp` source, no bytes.
     TcpConnect,
+    /// Our `process` from two source ranks, so by two threads, a half each.
+    ProcessTwo,
     /// `process_vm_readv` and nothing else.
     Bare,
+    /// The same by two threads, a half each.
+    BareTwo,
     /// A socket and nothing else.
     Socket,
     /// A copy inside this process.
@@ -73,11 +78,13 @@ struct Measured {
 
 struct Desk {
     card: Card,
+    /// The holder as one source rank.
     source: Arc<Source>,
     dest: Pool,
     /// What the holder has, for the copy inside this process.
     copy: Option<Pool>,
-    by_reader: BTreeMap<Ours, ByReader>,
+    /// By transport and number of source ranks.
+    by_reader: BTreeMap<(Ours, u32), ByReader>,
     by_hand: BTreeMap<Ours, ByHand>,
     socket: Option<TcpStream>,
 }
@@ -85,7 +92,7 @@ struct Desk {
 pub(crate) fn run(card: &str) -> Result<(), Box<dyn Error>> {
     let card: Card = serde_json::from_str(card)?;
     let mut desk = Desk {
-        source: ours::source(&card)?,
+        source: ours::sources(&card, 1)?.remove(0),
         dest: Pool::new(usize::try_from(card.region.bytes)?)?,
         card,
         copy: None,
@@ -119,8 +126,9 @@ impl Desk {
             self.dest.fill(|_| 0);
         }
         let measured = match order.way {
-            Way::Process => self.by_reader(Ours::Process, &runs, order.times)?,
-            Way::Tcp => self.by_reader(Ours::Tcp, &runs, order.times)?,
+            Way::Process => self.by_reader((Ours::Process, 1), &runs, order.times)?,
+            Way::Tcp => self.by_reader((Ours::Tcp, 1), &runs, order.times)?,
+            Way::ProcessTwo => self.by_reader((Ours::Process, 2), &runs, order.times)?,
             Way::ProcessByHand => self.by_hand(Ours::Process, &runs, order.times)?,
             Way::TcpByHand => self.by_hand(Ours::Tcp, &runs, order.times)?,
             Way::ProcessConnect => self.connect(Ours::Process, order.times)?,
@@ -129,6 +137,14 @@ impl Desk {
                 let lists = Lists::new(&runs, self.dest, self.card.region);
                 let pid = self.card.pid;
                 timed(order.times, || Ok(lists.process_vm_readv(pid)?))?
+            }
+            Way::BareTwo => {
+                let halves: Vec<Lists> = runs
+                    .chunks(runs.len().div_ceil(2))
+                    .map(|half| Lists::new(half, self.dest, self.card.region))
+                    .collect();
+                let pid = self.card.pid;
+                timed(order.times, || Ok(bare::by_threads(&halves, pid)?))?
             }
             Way::Socket => {
                 let lists = Lists::new(&runs, self.dest, self.card.region);
@@ -170,18 +186,20 @@ impl Desk {
 
     fn by_reader(
         &mut self,
-        name: Ours,
+        (name, ranks): (Ours, u32),
         runs: &[Run],
         times: u32,
     ) -> Result<Measured, Box<dyn Error>> {
-        let (source, dest) = (&self.source, self.dest);
-        let reader = self
-            .by_reader
-            .entry(name)
-            .or_insert_with(|| ByReader::new(name, Arc::clone(source), dest));
+        let reader = match self.by_reader.entry((name, ranks)) {
+            Entry::Occupied(made) => made.into_mut(),
+            Entry::Vacant(empty) => {
+                let sources = ours::sources(&self.card, ranks)?;
+                empty.insert(ByReader::new(name, sources, self.dest))
+            }
+        };
         let mut posted = Duration::ZERO;
         let measured = timed(times, || {
-            posted += reader.read(runs.to_vec())?;
+            posted += reader.read(runs)?;
             Ok(())
         })?;
         Ok(Measured {
