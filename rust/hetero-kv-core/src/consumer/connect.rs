@@ -77,6 +77,8 @@ impl Consumer {
             self.standing[index].retry_at = now + BACKOFF_MAX;
             return;
         }
+        // However soon it is known to be of no use, and whoever answers: not in a circle.
+        self.standing[index].retry_at = now + self.options.backoff;
         let standing = &self.standing[index];
         let address = PeerAddress {
             host: standing.host.clone(),
@@ -127,12 +129,7 @@ impl Consumer {
             // Workers and transfers know it by its number, so it is that one that has to connect.
             self.outputs.push_back(ConsumerOutput::Close(peer_id));
             self.peers.remove(&peer_id);
-            if let Some(peer) = self.peers.get_mut(&known)
-                && let PeerState::Down { .. } = peer.state
-            {
-                peer.enter(now, PeerState::Idle);
-                self.wake_peer(now, known);
-            }
+            self.reach(now, known);
             return false;
         }
         scout.scout = false;
@@ -141,13 +138,66 @@ impl Consumer {
         true
     }
 
-    /// The engine there is connected under another name of its host.
+    /// Dials a peer that a scout has met, or lets the scouts wait until its back-off is over.
+    fn reach(&mut self, now: Time, known: PeerId) {
+        let Some(peer) = self.peers.get(&known) else {
+            return;
+        };
+        if let PeerState::Down { until, .. } = peer.state
+            && until > now
+        {
+            let PeerAddress { host, port, .. } = peer.address.clone();
+            if let Some(standing) = self.standing_at(&host, port) {
+                standing.retry_at = until;
+            }
+            return;
+        }
+        self.wake_peer(now, known);
+    }
+
+    /// The engine there has a connection of this start already, and says no more.
     pub(super) fn scout_is_not_needed(&mut self, now: Time, peer_id: PeerId) {
         self.outputs.push_back(ConsumerOutput::Close(peer_id));
+        let Some(peer) = self.peers.get_mut(&peer_id) else {
+            return;
+        };
+        if !peer.scout {
+            // A request has taken it over and says whom it looks for.
+            peer.enter(now, PeerState::Idle);
+            self.wake_peer(now, peer_id);
+            return;
+        }
+        let PeerAddress { host, port, .. } = peer.address.clone();
+        // Under another name of its host; or by this one, and only here is it known to be broken.
+        let broken = self.broken_at(&host, port);
         if let Some(standing) = self.end_scout(peer_id) {
             standing.failures = 0;
-            standing.retry_at = now + REFUSAL_KEPT;
+            if broken.is_none() {
+                standing.retry_at = now + REFUSAL_KEPT;
+            }
         }
+        if let Some(broken) = broken {
+            self.reach(now, broken);
+        }
+    }
+
+    /// The latest peer there that was lost and not refused.
+    fn broken_at(&self, host: &str, port: u16) -> Option<PeerId> {
+        self.peers
+            .iter()
+            .rev()
+            .find(|(_, peer)| {
+                let lost = match &peer.state {
+                    PeerState::Idle => true,
+                    PeerState::Down { why, .. } => why.reason != FailureReason::PairRefused,
+                    PeerState::Dialing
+                    | PeerState::Greeting
+                    | PeerState::Asking(_)
+                    | PeerState::Ready(_) => false,
+                };
+                lost && peer.address.host == host && peer.address.port == port
+            })
+            .map(|(id, _)| *id)
     }
 
     pub(super) fn lose_scout(&mut self, now: Time, peer_id: PeerId, failure: &Failure) {
@@ -172,6 +222,10 @@ impl Consumer {
 
     fn end_scout(&mut self, peer_id: PeerId) -> Option<&mut Standing> {
         let PeerAddress { host, port, .. } = self.peers.remove(&peer_id)?.address;
+        self.standing_at(&host, port)
+    }
+
+    fn standing_at(&mut self, host: &str, port: u16) -> Option<&mut Standing> {
         self.standing
             .iter_mut()
             .find(|standing| standing.host == host && standing.port == port)

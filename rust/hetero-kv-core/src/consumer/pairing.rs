@@ -35,6 +35,7 @@ impl Consumer {
         }
         peer.hear(now);
         peer.enter(now, PeerState::Greeting);
+        peer.greeted_as_scout = peer.scout;
         let hello = Hello {
             versions: (WIRE_VERSION, WIRE_VERSION),
             from: self.identity.clone(),
@@ -125,7 +126,10 @@ impl Consumer {
                 PeerState::Greeting | PeerState::Asking(_) | PeerState::Ready(_),
                 Message::Reject(reject),
             ) => {
-                if peer.scout && reject.code == RejectCode::AlreadyConnected {
+                if reject.code == RejectCode::AlreadyConnected
+                    && peer.greeted_as_scout
+                    && matches!(peer.state, PeerState::Greeting)
+                {
                     self.scout_is_not_needed(now, peer_id);
                     return;
                 }
@@ -309,15 +313,22 @@ impl Consumer {
     }
 
     /// The connection is gone, whoever noticed. One that was paired is dialled again at once where
-    /// transfers need it: a firewall, a switch or a stalled host may have cut it, and the leases are
-    /// still held. A connection that breaks as soon as it stands is not worth that.
+    /// transfers need it, and else with the next request: a firewall, a switch or a stalled host may
+    /// have cut it, and the leases are still held. A connection that breaks as soon as it stands is
+    /// not worth that.
     fn resume_or_lose(&mut self, now: Time, peer_id: PeerId, failure: Failure) {
         let needed = self.transfers.values().any(|t| t.peer == peer_id);
         let Some(peer) = self.peers.get_mut(&peer_id) else {
             return;
         };
-        if !needed || !peer.is_ready() || now.since(peer.since) < self.options.backoff {
+        if !peer.is_ready() || now.since(peer.since) < self.options.backoff {
             self.lose(now, peer_id, failure);
+            return;
+        }
+        if !needed {
+            peer.enter(now, PeerState::Idle);
+            let text = format!("{}; it is dialled when it is needed", failure.text);
+            self.note(true, text);
             return;
         }
         let text = format!("{}; it is dialled again", failure.text);
@@ -388,11 +399,10 @@ impl Consumer {
                 PeerState::Dialing | PeerState::Greeting | PeerState::Asking(_)
                     if peer.handshake_due(&self.options) <= now =>
                 {
-                    let time = if peer.resuming.is_some() {
-                        RESUME_MAX
-                    } else {
-                        self.options.claim_timeout
-                    };
+                    let mut time = self.options.claim_timeout;
+                    if peer.resuming.is_some() {
+                        time = time.min(RESUME_MAX);
+                    }
                     let failure = Failure::new(
                         FailureReason::Unreachable,
                         format!("{place}: no handshake within {time:?}"),

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A paired peer whose connection breaks while transfers need it is dialled again at once, and only
-//! if that fails does it go down.
+//! if that fails does it go down. One that no transfer needs is idle again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -50,6 +50,8 @@ pub(super) struct Peer {
     pub(super) address: PeerAddress,
     /// Dialled without a request that names it, to find out who lives there.
     pub(super) scout: bool,
+    /// Whether the present connection was greeted by a scout, which takes any engine.
+    pub(super) greeted_as_scout: bool,
     pub(super) state: PeerState,
     /// When the present state was entered.
     pub(super) since: Time,
@@ -87,6 +89,7 @@ impl Peer {
         Self {
             address,
             scout: false,
+            greeted_as_scout: false,
             state: PeerState::Idle,
             since: now,
             heard_at: now,

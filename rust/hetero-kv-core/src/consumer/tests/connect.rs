@@ -1,6 +1,7 @@
 //! Engines that are paired before any request names them.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use super::super::{
     BACKOFF_MAX, Consumer, ConsumerOutput, PeerAddress, REFUSAL_KEPT, STANDING_MAX,
@@ -12,7 +13,7 @@ use crate::step::PeerId;
 use crate::testing::{at, cards, common_fields, heads, identity, lease_times, ms, options, secs};
 use crate::time::Time;
 use crate::wire::WIRE_VERSION;
-use crate::wire::message::{Accept, Hello, Message, RejectCode};
+use crate::wire::message::{Accept, Hello, Message, Reject, RejectCode};
 
 const HOST: &str = "10.0.0.1";
 const PORT: u16 = 7000;
@@ -63,6 +64,19 @@ fn only_hello(consumer: &mut Consumer) -> Hello {
 
 /// Carries messages between the two until there are none, as one connection.
 fn talk(now: Time, consumer: &mut Consumer, peer: PeerId, holder: &mut Producer, number: u64) {
+    let dials = talk_and_dial(now, consumer, peer, holder, number);
+    assert_eq!(dials, [], "a dial in the middle");
+}
+
+/// The same; what is dialled in consequence.
+fn talk_and_dial(
+    now: Time,
+    consumer: &mut Consumer,
+    peer: PeerId,
+    holder: &mut Producer,
+    number: u64,
+) -> Vec<PeerId> {
+    let mut dials = Vec::new();
     let connection = ConnectionId(number);
     holder.handle_connected(connection);
     consumer.handle_dialed(now, peer);
@@ -71,7 +85,7 @@ fn talk(now: Time, consumer: &mut Consumer, peer: PeerId, holder: &mut Producer,
         match output {
             ConsumerOutput::Send(_, message) => holder.handle_message(now, connection, message),
             ConsumerOutput::Close(_) => holder.handle_closed(connection),
-            ConsumerOutput::Dial(..) => panic!("a dial in the middle"),
+            ConsumerOutput::Dial(peer, _) => dials.push(peer),
         }
         while let Some(answer) = holder.poll_output() {
             if let ProducerOutput::Send(_, message) = answer {
@@ -80,6 +94,7 @@ fn talk(now: Time, consumer: &mut Consumer, peer: PeerId, holder: &mut Producer,
         }
         queue.extend(outputs(consumer));
     }
+    dials
 }
 
 #[test]
@@ -271,4 +286,142 @@ fn addresses_are_bounded() {
     }
     assert_eq!(outputs(&mut d).len(), STANDING_MAX);
     assert!(notes(&mut d).contains("one more than 256"));
+}
+
+/// Dials within `time` of an address that is kept connected, where `holder` answers each at once and
+/// `after` follows.
+fn dials_within(
+    time: Duration,
+    d: &mut Consumer,
+    holder: &mut Producer,
+    mut after: impl FnMut(&mut Consumer, Time, PeerId),
+) -> u64 {
+    let (mut now, end) = (at(secs(0)), at(time));
+    let mut number = 0;
+    let mut latest = BTreeMap::new();
+    d.keep_connected(now, HOST.into(), PORT);
+    while now < end {
+        let mut dialled = Vec::new();
+        for output in outputs(d) {
+            match output {
+                ConsumerOutput::Dial(peer, _) => dialled.push(peer),
+                ConsumerOutput::Close(peer) => {
+                    if let Some(connection) = latest.remove(&peer) {
+                        holder.handle_closed(connection);
+                    }
+                }
+                ConsumerOutput::Send(..) => {}
+            }
+        }
+        while let Some(peer) = dialled.pop() {
+            number += 1;
+            latest.insert(peer, ConnectionId(number));
+            dialled.extend(talk_and_dial(now, d, peer, holder, number));
+            after(d, now, peer);
+        }
+        now = now + ms(1);
+        if d.poll_timeout().is_some_and(|due| due <= now) {
+            d.handle_timeout(now);
+        }
+    }
+    number
+}
+
+#[test]
+fn an_engine_that_cannot_be_paired_with_is_asked_no_oftener_than_a_refusal_is_kept() {
+    let us = identity("decode", 5, 2);
+    let mut d = Consumer::new(us, common_fields(), heads(4), options());
+    let them = identity("prefill", 3, 3);
+    let mut p = Producer::new(them, common_fields(), cards(3), lease_times(), 4);
+    let dials = dials_within(REFUSAL_KEPT * 3, &mut d, &mut p, |_, _, _| {});
+    assert_eq!(d.peers_ready(), 0);
+    assert!(notes(&mut d).contains("tp_size"));
+    assert!((3..=12).contains(&dials), "{dials}");
+}
+
+#[test]
+fn an_address_whose_connections_break_as_soon_as_they_stand_is_dialled_with_pauses() {
+    let mut d = consumer();
+    let mut p = producer("prefill", 3);
+    let dials = dials_within(secs(10), &mut d, &mut p, |d, now, peer| {
+        d.handle_message(now, peer, Message::Bye);
+    });
+    assert!((4..=100).contains(&dials), "{dials}");
+}
+
+/// Named by a request between its greeting and the answer to it.
+#[test]
+fn a_request_that_takes_over_a_scout_is_served_though_its_engine_is_connected_by_another_name() {
+    let mut d = consumer();
+    let mut p = producer("prefill", 3);
+    let named = PeerAddress {
+        host: "prefill.local".into(),
+        ..address("prefill", 3)
+    };
+    let other = d.connect(at(secs(0)), named).expect("room");
+    outputs(&mut d);
+    talk(at(secs(0)), &mut d, other, &mut p, 1);
+    d.keep_connected(at(secs(1)), HOST.into(), PORT);
+    let scout = only_dial(&mut d);
+    d.handle_dialed(at(secs(1)), scout);
+    let hello = only_hello(&mut d);
+    assert!(hello.any_engine);
+    assert_eq!(d.connect(at(secs(1)), address("prefill", 3)), Ok(scout));
+    p.handle_connected(ConnectionId(2));
+    let hello = Message::Hello(Box::new(hello));
+    p.handle_message(at(secs(1)), ConnectionId(2), hello);
+    while let Some(output) = p.poll_output() {
+        if let ProducerOutput::Send(_, message) = output {
+            d.handle_message(at(secs(1)), scout, message);
+        }
+    }
+    match outputs(&mut d).as_slice() {
+        [
+            ConsumerOutput::Close(closed),
+            ConsumerOutput::Dial(dialled, to),
+        ] => {
+            assert_eq!((*closed, *dialled), (scout, scout));
+            assert_eq!(*to, address("prefill", 3));
+        }
+        other => panic!("{other:?}"),
+    }
+    talk(at(secs(2)), &mut d, scout, &mut p, 3);
+    assert_eq!(d.peers_ready(), 2);
+    // The same answer to a greeting that names the engine is a refusal like any other.
+    d.handle_closed(at(secs(3)), scout, "reset");
+    d.connect(at(secs(9)), address("prefill", 3))
+        .expect("known");
+    outputs(&mut d);
+    d.handle_dialed(at(secs(9)), scout);
+    assert!(!only_hello(&mut d).any_engine);
+    let reject = Reject {
+        code: RejectCode::AlreadyConnected,
+        reason: "again".into(),
+        fields: None,
+    };
+    d.handle_message(at(secs(9)), scout, Message::Reject(Box::new(reject)));
+    assert_eq!(outputs(&mut d), [ConsumerOutput::Close(scout)]);
+}
+
+/// A firewall has forgotten the connection: this side has found out, the holder has not.
+#[test]
+fn a_pair_that_the_holder_still_takes_for_connected_is_made_anew() {
+    let mut d = consumer();
+    let mut p = producer("prefill", 3);
+    d.keep_connected(at(secs(0)), HOST.into(), PORT);
+    let first = only_dial(&mut d);
+    talk(at(secs(0)), &mut d, first, &mut p, 1);
+    let mut now = at(secs(0));
+    while d.peers_ready() == 1 {
+        now = now + ms(100);
+        d.handle_timeout(now);
+    }
+    outputs(&mut d);
+    d.handle_timeout(now + ms(250));
+    let scout = only_dial(&mut d);
+    assert_ne!(scout, first);
+    let dials = talk_and_dial(now + ms(250), &mut d, scout, &mut p, 2);
+    assert_eq!(dials, [first]);
+    talk(now + ms(260), &mut d, first, &mut p, 3);
+    assert_eq!(d.peers_ready(), 1);
 }

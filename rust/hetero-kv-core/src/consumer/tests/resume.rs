@@ -218,3 +218,23 @@ fn a_silent_cut_is_found_out_and_mended_under_a_load() {
     read_out(&mut pair, "d1");
     assert_eq!(pair.consumers[0].counts().dials, 2);
 }
+
+/// It is no failure that the next request should suffer for.
+#[test]
+fn a_connection_that_broke_while_nothing_needed_it_is_dialled_by_the_next_request_at_once() {
+    let mut pair = Pair::new(1, 1);
+    paired(&mut pair, 1);
+    pair.admit("d1", 0);
+    pair.step();
+    read_out(&mut pair, "d1");
+    pair.cut();
+    pair.run(pair.latency * 2);
+    assert_eq!(pair.consumers[0].peers_ready(), 0);
+    let params = pair.prefill("p2", transfer(2), prompt(2), 40);
+    pair.arrive("d2", &params);
+    pair.run(ms(100));
+    assert!(pair.admit("d2", 0) > 0);
+    pair.step();
+    read_out(&mut pair, "d2");
+    assert_eq!(pair.consumers[0].counts().reconnects, 1);
+}
