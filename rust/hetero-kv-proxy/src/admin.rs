@@ -1,14 +1,18 @@
 //! The proxy's own paths: liveness, readiness, metrics, workers.
 
+use std::sync::Arc;
+
 use http::StatusCode;
 use serde::Serialize;
 
 use crate::answer::{self, Answer};
 use crate::app::App;
 use crate::connectors::Order;
+use crate::instance::Instance;
 use crate::metrics::{InstanceLabels, SlotLabels};
 use crate::openai::error::ApiError;
-use crate::routing::{InstanceIndex, InstanceView, Role};
+use crate::routing::{InstanceView, Role, Standing};
+use crate::sync::lock;
 
 const JSON: &str = "application/json";
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -62,7 +66,7 @@ pub fn ready(app: &App, query: Option<&str>) -> Answer {
     let [prefill, decode] = [0, 1].map(|at| Count {
         ready: app.with_pool(ROLES[at], |pool| pool.ready_count(now_ms)),
         required: required[at],
-        configured: app.instance_count(ROLES[at]),
+        configured: app.snapshot(ROLES[at]).len(),
     });
     let short: Vec<String> = [("prefill", prefill), ("decode", decode)]
         .into_iter()
@@ -93,8 +97,9 @@ fn bad_query(name: &str) -> Answer {
     answer::error(&ApiError::new(400, "invalid_query", message))
 }
 
+/// One engine in an answer.
 #[derive(Serialize)]
-struct WorkerView {
+pub struct WorkerView {
     id: String,
     url: String,
     role: &'static str,
@@ -102,64 +107,101 @@ struct WorkerView {
     rank0: u32,
     in_flight: u32,
     in_flight_by_rank: Vec<u32>,
+    kept_transfers: u32,
     state: &'static str,
     healthy: bool,
+    standing: &'static str,
+    routable: bool,
+    source: &'static str,
+    engine_id: Option<String>,
+    expires_in_ms: Option<u64>,
 }
 
-/// The engines as a JSON list, prefill first, in flag order.
+fn worker_view(instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerView {
+    let registration = &instance.registration;
+    WorkerView {
+        id: instance.id(),
+        role: instance.role.name(),
+        dp: view.spec.dp,
+        rank0: view.spec.rank0,
+        url: view.spec.url,
+        in_flight: view.in_flight_by_rank.iter().sum(),
+        in_flight_by_rank: view.in_flight_by_rank,
+        kept_transfers: view.kept,
+        state: view.state.name(),
+        healthy: view.ready,
+        standing: match view.standing {
+            Standing::Serving => "serving",
+            Standing::Drained => "drained",
+            Standing::Leaving => "leaving",
+        },
+        routable: view.routable,
+        source: match registration.by_flag {
+            true => "flag",
+            false => "registered",
+        },
+        engine_id: instance.engine_id(),
+        expires_in_ms: instance.expires_in_ms(now_ms),
+    }
+}
+
+/// One engine; `None` once it is removed.
+pub fn worker(app: &App, instance: &Instance) -> Option<WorkerView> {
+    let views = app.view(instance.role);
+    let mut views = views.into_iter();
+    let view = views.find(|view| view.index == instance.index)?;
+    Some(worker_view(instance, view, app.now_ms()))
+}
+
+/// The engines as a JSON list, prefill first, in the order of their ids.
 pub fn workers(app: &App) -> Answer {
-    let views: Vec<WorkerView> = ROLES
-        .into_iter()
-        .flat_map(|role| {
-            let views: Vec<InstanceView> = app.view(role);
-            views.into_iter().enumerate().map(move |(at, view)| {
-                let role = role.name();
-                WorkerView {
-                    id: format!("{role}-{at}"),
-                    role,
-                    dp: view.spec.dp,
-                    rank0: view.spec.rank0,
-                    url: view.spec.url,
-                    in_flight: view.in_flight_by_rank.iter().sum(),
-                    in_flight_by_rank: view.in_flight_by_rank,
-                    state: view.state.name(),
-                    healthy: view.ready,
-                }
-            })
-        })
-        .collect();
+    let now_ms = app.now_ms();
+    let mut views: Vec<WorkerView> = Vec::new();
+    for role in ROLES {
+        let (instances, all) = app.snapshot_with_view(role);
+        let pairs = instances.iter().zip(all);
+        views.extend(pairs.map(|(instance, view)| worker_view(instance, view, now_ms)));
+    }
     json(StatusCode::OK, &views)
 }
 
 /// The OpenMetrics text.
 pub fn metrics(app: &App) -> Answer {
+    // Gauges of engines that were removed end with them; another scrape must not see them half set.
+    let scrape = lock(&app.metrics.scrape);
+    app.metrics.ready.clear();
+    app.metrics.in_flight.clear();
     for role in ROLES {
-        for (at, view) in app.view(role).into_iter().enumerate() {
-            let instance = app.label(role, InstanceIndex(at));
+        let (instances, views) = app.snapshot_with_view(role);
+        for (instance, view) in instances.iter().zip(views) {
             let labels = InstanceLabels {
                 role: role.name(),
-                instance: instance.clone(),
+                instance: Arc::clone(&instance.label),
             };
+            // Two starts of one engine share a label while the older one ends.
             let ready = i64::from(view.ready);
-            app.metrics.ready.get_or_create(&labels).set(ready);
+            let known = app.metrics.ready.get_or_create(&labels);
+            known.set(known.get().max(ready));
             for (rank, count) in (0..).zip(view.in_flight_by_rank) {
                 let labels = SlotLabels {
                     role: role.name(),
-                    instance: instance.clone(),
+                    instance: Arc::clone(&instance.label),
                     rank,
                 };
                 let count = i64::from(count);
-                app.metrics.in_flight.get_or_create(&labels).set(count);
+                app.metrics.in_flight.get_or_create(&labels).inc_by(count);
             }
         }
     }
-    match app.metrics.encode() {
+    let text = app.metrics.encode();
+    drop(scrape);
+    match text {
         Ok(text) => answer::full(StatusCode::OK, OPENMETRICS, text),
         Err(error) => answer::error(&ApiError::new(500, "internal", error.to_string())),
     }
 }
 
-fn json(status: StatusCode, value: &impl Serialize) -> Answer {
+pub(crate) fn json(status: StatusCode, value: &impl Serialize) -> Answer {
     match serde_json::to_vec(value) {
         Ok(body) => answer::full(status, JSON, body),
         Err(error) => answer::error(&ApiError::new(500, "internal", error.to_string())),

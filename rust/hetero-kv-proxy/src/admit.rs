@@ -15,7 +15,19 @@ use crate::openai::request::{Request, RequestError};
 pub(crate) async fn body(
     app: &App,
     headers: &HeaderMap,
+    body: Incoming,
+    deadline: Instant,
+) -> Result<Bytes, ApiError> {
+    let max = app.config.body_bytes_max;
+    body_within(app, headers, body, max, deadline).await
+}
+
+/// As [`body`], of at most `max` bytes.
+pub(crate) async fn body_within(
+    app: &App,
+    headers: &HeaderMap,
     mut body: Incoming,
+    max: u64,
     deadline: Instant,
 ) -> Result<Bytes, ApiError> {
     let encoded = headers
@@ -28,7 +40,6 @@ pub(crate) async fn body(
             "a compressed request body is not supported",
         ));
     }
-    let max = app.config.body_bytes_max;
     let too_large = || {
         ApiError::new(
             413,

@@ -3,27 +3,40 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 
-use crate::bootstrap::Bootstrap;
 use crate::config::{Config, Worker};
-use crate::connectors::PeerSpec;
-use crate::metrics::{LegLabels, Metrics, ReasonLabels};
+use crate::instance::{Instance, Leave, Registration};
+use crate::lease::{KeptBlocks, SlotLease};
+use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels};
+use crate::probe;
 use crate::routing::{
-    HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, policy::PolicyKind,
+    HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, SlotId, Standing,
+    policy::PolicyKind,
 };
 use crate::running::Requests;
 use crate::sync::lock;
-use crate::upstream::{PoolLimits, Upstream};
+use crate::upstream::PoolLimits;
 
-/// The engines of one role.
+/// The instances of one role, in the order of their indexes. A reader's list stays as it was.
+pub type Snapshot = Arc<Vec<Arc<Instance>>>;
+
+/// The engines of one role. Pool and list change together.
 #[derive(Debug)]
 struct Side {
-    pool: Mutex<Pool>,
-    upstreams: Vec<Arc<Upstream>>,
-    labels: Vec<Arc<str>>,
-    peers: Vec<PeerSpec>,
+    pool: Pool,
+    instances: Snapshot,
+}
+
+impl Side {
+    fn get(&self, index: InstanceIndex) -> Option<&Arc<Instance>> {
+        let at = self
+            .instances
+            .binary_search_by_key(&index, |known| known.index)
+            .ok()?;
+        self.instances.get(at)
+    }
 }
 
 /// One running proxy.
@@ -39,51 +52,13 @@ pub struct App {
     pub running: Requests,
     /// Client connections and decode legs that outlive their client: what a drain waits for.
     pub tasks: TaskTracker,
-    /// The bootstrap servers of the prefill instances, where the connector has them.
-    pub(crate) bootstrap: Vec<Bootstrap>,
+    /// Turns true when the proxy is to end.
+    pub stop: watch::Sender<bool>,
+    /// Held over what an administrator's request finds and changes.
+    pub(crate) changes: Mutex<()>,
     start: Instant,
-    prefill: Side,
-    decode: Side,
-}
-
-/// A chosen slot, in flight until dropped; the leg is then counted by how it ended.
-#[derive(Debug)]
-pub struct SlotLease {
-    app: Arc<App>,
-    role: Role,
-    /// What was chosen.
-    pub picked: Picked,
-    outcome: &'static str,
-}
-
-impl Drop for SlotLease {
-    fn drop(&mut self) {
-        lock(&self.app.side(self.role).pool).release(self.picked.slot);
-        self.app
-            .count_leg(self.role, self.picked.instance, self.outcome);
-    }
-}
-
-impl SlotLease {
-    /// The engine to send the leg to.
-    pub fn upstream(&self) -> &Arc<Upstream> {
-        self.app.upstream(self.role, self.picked.instance)
-    }
-
-    /// The role of the leg.
-    pub fn role(&self) -> Role {
-        self.role
-    }
-
-    /// The engine gave a response head with a status below 500.
-    pub fn note_answer(&self) {
-        self.app.note_answer(self.role, self.picked.instance);
-    }
-
-    /// Ends the leg with an outcome other than `cancelled`, the word for one that was dropped.
-    pub fn end(mut self, outcome: &'static str) {
-        self.outcome = outcome;
-    }
+    prefill: Mutex<Side>,
+    decode: Mutex<Side>,
 }
 
 impl App {
@@ -99,48 +74,159 @@ impl App {
             // An engine that answers each probe just in time stays ready.
             fresh_ms: 2 * interval_ms + timeout_ms,
         };
+        let side = |policy: PolicyKind| {
+            Mutex::new(Side {
+                pool: Pool::new(Vec::new(), policy, rules),
+                instances: Snapshot::default(),
+            })
+        };
+        let app = Arc::new(Self {
+            prefill: side(config.prefill_policy),
+            decode: side(config.decode_policy),
+            metrics: Metrics::default(),
+            admission: Arc::new(Semaphore::new(config.requests_max)),
+            running: Requests::default(),
+            tasks: TaskTracker::new(),
+            stop: watch::Sender::new(false),
+            changes: Mutex::new(()),
+            start: Instant::now(),
+            config,
+        });
+        for (role, workers) in [
+            (Role::Prefill, &app.config.prefill),
+            (Role::Decode, &app.config.decode),
+        ] {
+            for worker in workers {
+                let registration = Registration {
+                    told_role: role,
+                    by_flag: true,
+                };
+                let instance = app.instance(role, worker.clone(), registration)?;
+                app.take_in(instance, Standing::Serving);
+            }
+        }
+        Ok(app)
+    }
+
+    /// An instance that is not taken in yet.
+    ///
+    /// # Errors
+    /// A URL that cannot be a `Host` header.
+    pub(crate) fn instance(
+        &self,
+        role: Role,
+        worker: Worker,
+        registration: Registration,
+    ) -> Result<Instance, http::Error> {
+        let config = &self.config;
         let limits = PoolLimits {
             connect_timeout: config.connect_timeout,
             idle_max: config.pool_idle_max,
             idle_timeout: config.pool_idle_timeout,
         };
-        let side = |workers: &[Worker], policy: PolicyKind| -> Result<Side, http::Error> {
-            Ok(Side {
-                pool: Mutex::new(Pool::new(
-                    workers.iter().map(|worker| worker.spec.clone()).collect(),
-                    policy,
-                    rules,
-                )),
-                upstreams: workers
-                    .iter()
-                    .map(|worker| Upstream::new(worker.base.clone(), limits))
-                    .collect::<Result<_, _>>()?,
-                labels: workers
-                    .iter()
-                    .map(|worker| Arc::from(worker.spec.url.as_str()))
-                    .collect(),
-                peers: workers.iter().map(|worker| worker.peer.clone()).collect(),
-            })
-        };
-        let bootstrap = match config.connector.needs_engine_id() {
-            true => config
-                .prefill
+        let with_bootstrap = config.connector.needs_engine_id();
+        Instance::new(role, worker, registration, limits, with_bootstrap)
+    }
+
+    /// Gives an instance its index and makes it known. Its probe is the caller's to start.
+    pub(crate) fn take_in(&self, mut instance: Instance, standing: Standing) -> Arc<Instance> {
+        let mut side = lock(self.side(instance.role));
+        let spec = instance.worker.spec.clone();
+        instance.index = side.pool.add(spec, instance.trust(), standing);
+        let instance = Arc::new(instance);
+        Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
+        instance
+    }
+
+    /// As [`App::take_in`], and starts its probe.
+    pub(crate) fn take_in_probed(
+        self: &Arc<Self>,
+        instance: Instance,
+        standing: Standing,
+    ) -> Arc<Instance> {
+        let instance = self.take_in(instance, standing);
+        probe::start(self, &instance);
+        instance
+    }
+
+    /// Keeps an instance from new legs; it is removed when the last one has ended, which may be
+    /// before this returns.
+    pub(crate) fn let_go(&self, instance: &Instance, why: Leave) {
+        {
+            let mut side = lock(self.side(instance.role));
+            instance.set_leave(Some(why));
+            side.pool.set_standing(instance.index, Standing::Leaving);
+        }
+        let (id, url) = (instance.id(), &*instance.label);
+        match why {
+            Leave::Expired => tracing::warn!(id, url, reason = why.name(), "worker leaves"),
+            Leave::Replaced | Leave::Removed | Leave::RoleChange => {
+                tracing::info!(id, url, reason = why.name(), "worker leaves");
+            }
+        }
+        self.remove_if(instance, |pool| has_left(pool, instance));
+    }
+
+    /// Removes an instance, with whatever legs it has: they go on, and release their slots without
+    /// effect.
+    pub(crate) fn remove(&self, instance: &Instance) {
+        self.remove_if(instance, |_| true);
+    }
+
+    fn remove_if(&self, instance: &Instance, holds: impl FnOnce(&Pool) -> bool) {
+        let (removed, alone) = {
+            let mut side = lock(self.side(instance.role));
+            if !holds(&side.pool) {
+                return;
+            }
+            let removed = side.pool.remove(instance.index);
+            Arc::make_mut(&mut side.instances).retain(|known| known.index != instance.index);
+            let alone = side
+                .instances
                 .iter()
-                .map(|worker| Bootstrap::new(&worker.peer.bootstrap, limits))
-                .collect::<Result<_, _>>()?,
-            false => Vec::new(),
+                .all(|known| known.label != instance.label);
+            (removed, alone)
         };
-        Ok(Arc::new(Self {
-            bootstrap,
-            prefill: side(&config.prefill, config.prefill_policy)?,
-            decode: side(&config.decode, config.decode_policy)?,
-            metrics: Metrics::default(),
-            admission: Arc::new(Semaphore::new(config.requests_max)),
-            running: Requests::default(),
-            tasks: TaskTracker::new(),
-            start: Instant::now(),
-            config,
-        }))
+        if !removed {
+            return;
+        }
+        if alone {
+            // Addresses come and go with the engines; their counters must not pile up.
+            for outcome in LEG_OUTCOMES {
+                self.metrics.legs.remove(&LegLabels {
+                    role: instance.role.name(),
+                    instance: Arc::clone(&instance.label),
+                    outcome,
+                });
+            }
+        }
+        instance.gone.cancel();
+        tracing::info!(id = instance.id(), url = &*instance.label, "worker removed");
+    }
+
+    /// Takes back that an instance leaves; false where it is gone.
+    pub(crate) fn stay(&self, instance: &Instance, standing: Standing) -> bool {
+        let mut side = lock(self.side(instance.role));
+        let here = side.pool.standing(instance.index).is_some();
+        if here {
+            instance.set_leave(None);
+            side.pool.set_standing(instance.index, standing);
+        }
+        here
+    }
+
+    /// The last leg of an instance that takes no others has ended.
+    fn emptied(&self, instance: &Instance) {
+        instance.idle.notify_waiters();
+        self.remove_if(instance, |pool| has_left(pool, instance));
+    }
+
+    /// The instance of this id.
+    pub(crate) fn find(&self, id: &str) -> Option<Arc<Instance>> {
+        let mut all = ROLES
+            .into_iter()
+            .flat_map(|role| self.snapshot(role).to_vec());
+        all.find(|known| known.id() == id)
     }
 
     /// Milliseconds since this proxy was made: the clock of routing.
@@ -148,31 +234,21 @@ impl App {
         self.start.elapsed().as_millis() as u64
     }
 
-    fn side(&self, role: Role) -> &Side {
+    fn side(&self, role: Role) -> &Mutex<Side> {
         match role {
             Role::Prefill => &self.prefill,
             Role::Decode => &self.decode,
         }
     }
 
-    /// Number of instances of a role.
-    pub fn instance_count(&self, role: Role) -> usize {
-        self.side(role).upstreams.len()
+    /// The instances of a role as they are.
+    pub fn snapshot(&self, role: Role) -> Snapshot {
+        Arc::clone(&lock(self.side(role)).instances)
     }
 
-    /// One engine.
-    pub fn upstream(&self, role: Role, instance: InstanceIndex) -> &Arc<Upstream> {
-        &self.side(role).upstreams[instance.0]
-    }
-
-    /// The label of one engine in metrics.
-    pub fn label(&self, role: Role, instance: InstanceIndex) -> &Arc<str> {
-        &self.side(role).labels[instance.0]
-    }
-
-    /// What connectors know of one instance.
-    pub fn peer(&self, role: Role, instance: InstanceIndex) -> &PeerSpec {
-        &self.side(role).peers[instance.0]
+    /// The instances of a role that take legs at this moment.
+    pub(crate) fn routable(&self, role: Role) -> Vec<InstanceIndex> {
+        self.with_pool(role, |pool| pool.routable())
     }
 
     /// Counts a request whose prompt decode computes.
@@ -181,67 +257,86 @@ impl App {
         self.metrics.fallbacks.get_or_create(&labels).inc();
     }
 
-    /// Chooses a slot; `None` when the role has none.
+    /// Chooses a slot; `None` when no instance of the role takes legs.
     pub fn pick(self: &Arc<Self>, role: Role, avoid: Option<InstanceIndex>) -> Option<SlotLease> {
-        let picked = lock(&self.side(role).pool).pick(avoid)?;
-        Some(SlotLease {
-            app: Arc::clone(self),
-            role,
-            picked,
-            outcome: "cancelled",
-        })
+        self.lease(role, |pool| pool.pick(avoid))
     }
 
-    /// Takes a slot of one instance.
+    /// Takes a slot of one instance; `None` when it takes no legs.
     pub fn pick_at(self: &Arc<Self>, role: Role, instance: InstanceIndex) -> Option<SlotLease> {
-        let picked = lock(&self.side(role).pool).pick_at(instance)?;
-        Some(SlotLease {
-            app: Arc::clone(self),
-            role,
-            picked,
-            outcome: "cancelled",
-        })
+        self.lease(role, |pool| pool.pick_at(instance))
+    }
+
+    fn lease(
+        self: &Arc<Self>,
+        role: Role,
+        pick: impl FnOnce(&mut Pool) -> Option<Picked>,
+    ) -> Option<SlotLease> {
+        let mut side = lock(self.side(role));
+        let picked = pick(&mut side.pool)?;
+        // Pool and list hold the same instances.
+        let instance = Arc::clone(side.get(picked.instance)?);
+        Some(SlotLease::new(Arc::clone(self), instance, picked))
+    }
+
+    /// A leg has ended.
+    pub(crate) fn release(&self, instance: &Instance, slot: SlotId) {
+        if self.with_pool(instance.role, |pool| pool.release(slot)) {
+            self.emptied(instance);
+        }
+    }
+
+    /// Counts blocks that a prefill instance keeps for a decode leg: until then it is not idle.
+    pub(crate) fn keep_blocks(self: &Arc<Self>, instance: &Arc<Instance>) -> KeptBlocks {
+        self.with_pool(instance.role, |pool| pool.keep(instance.index));
+        KeptBlocks::new(Arc::clone(self), Arc::clone(instance))
+    }
+
+    /// They were read, or nobody will.
+    pub(crate) fn blocks_read(&self, instance: &Instance) {
+        if self.with_pool(instance.role, |pool| pool.unkeep(instance.index)) {
+            self.emptied(instance);
+        }
     }
 
     /// Runs `change` on a role's pool.
     pub fn with_pool<T>(&self, role: Role, change: impl FnOnce(&mut Pool) -> T) -> T {
-        change(&mut lock(&self.side(role).pool))
+        change(&mut lock(self.side(role)).pool)
     }
 
     /// An engine answered a probe well, or a leg with a status below 500.
-    pub fn note_answer(&self, role: Role, instance: InstanceIndex) {
+    pub fn note_answer(&self, instance: &Instance) {
         let now_ms = self.now_ms();
-        self.note(role, instance, |pool| pool.on_answer(instance, now_ms));
+        self.note(instance, |pool| pool.on_answer(instance.index, now_ms));
     }
 
     /// A probe failed.
-    pub fn note_probe_failed(&self, role: Role, instance: InstanceIndex) {
-        self.note(role, instance, |pool| pool.on_probe_failed(instance));
+    pub fn note_probe_failed(&self, instance: &Instance) {
+        self.note(instance, |pool| pool.on_probe_failed(instance.index));
     }
 
     /// Traffic could not reach an engine.
-    pub fn note_unreachable(&self, role: Role, instance: InstanceIndex) {
-        if role == Role::Prefill
-            && let Some(bootstrap) = self.bootstrap.get(instance.0)
-        {
+    pub fn note_unreachable(&self, instance: &Instance) {
+        if let Some(bootstrap) = &instance.bootstrap {
             // Should it come back, it is another engine.
             bootstrap.forget();
         }
-        self.note(role, instance, |pool| pool.on_connect_failed(instance));
+        self.note(instance, |pool| pool.on_connect_failed(instance.index));
     }
 
     /// Changes an instance's health; each change of state is one log line.
-    fn note(&self, role: Role, instance: InstanceIndex, change: impl FnOnce(&mut Pool)) {
-        let (before, after) = self.with_pool(role, |pool| {
-            let before = pool.state(instance);
+    fn note(&self, instance: &Instance, change: impl FnOnce(&mut Pool)) {
+        let changed = self.with_pool(instance.role, |pool| {
+            let before = pool.state(instance.index)?;
             change(pool);
-            (before, pool.state(instance))
+            Some((before, pool.state(instance.index)?))
         });
-        if before == after {
+        let Some((before, after)) = changed.filter(|(before, after)| before != after) else {
             return;
-        }
-        let url = &**self.label(role, instance);
-        let (role, before, after_name) = (role.name(), before.name(), after.name());
+        };
+        let url = &*instance.label;
+        let role = instance.role.name();
+        let (before, after_name) = (before.name(), after.name());
         match after {
             HealthState::Healthy | HealthState::Unknown => {
                 tracing::info!(role, url, before, after = after_name, "engine state");
@@ -258,12 +353,26 @@ impl App {
         self.with_pool(role, |pool| pool.view(now_ms))
     }
 
-    fn count_leg(&self, role: Role, instance: InstanceIndex, outcome: &'static str) {
+    /// A role's instances, and beside each what its pool says of it.
+    pub(crate) fn snapshot_with_view(&self, role: Role) -> (Snapshot, Vec<InstanceView>) {
+        let now_ms = self.now_ms();
+        let side = lock(self.side(role));
+        (Arc::clone(&side.instances), side.pool.view(now_ms))
+    }
+
+    pub(crate) fn count_leg(&self, instance: &Instance, outcome: &'static str) {
         let labels = LegLabels {
-            role: role.name(),
-            instance: Arc::clone(self.label(role, instance)),
+            role: instance.role.name(),
+            instance: Arc::clone(&instance.label),
             outcome,
         };
         self.metrics.legs.get_or_create(&labels).inc();
     }
 }
+
+/// Whether an instance that leaves has nothing left to wait for.
+fn has_left(pool: &Pool, instance: &Instance) -> bool {
+    pool.standing(instance.index) == Some(Standing::Leaving) && pool.is_idle(instance.index)
+}
+
+const ROLES: [Role; 2] = [Role::Prefill, Role::Decode];

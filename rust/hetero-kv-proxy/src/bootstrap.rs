@@ -13,8 +13,8 @@ use http_body_util::{BodyExt, Limited};
 use serde::Deserialize;
 use tokio::time::{Instant, timeout};
 
-use crate::app::{App, SlotLease};
-use crate::config::base_url;
+use crate::config::{Config, base_url};
+use crate::lease::SlotLease;
 use crate::sync::lock;
 use crate::upstream::{LegBody, PoolLimits, SendError, Upstream};
 
@@ -107,12 +107,12 @@ impl Bootstrap {
 /// # Errors
 /// [`SendError::Bootstrap`] when the server cannot be reached, answers otherwise than Mooncake's, or
 /// does not know the rank.
-pub(crate) async fn engine_id(app: &App, lease: &SlotLease) -> Result<Arc<str>, SendError> {
+pub(crate) async fn engine_id(config: &Config, lease: &SlotLease) -> Result<Arc<str>, SendError> {
     let picked = lease.picked;
-    let Some(server) = app.bootstrap.get(picked.instance.0) else {
+    let Some(server) = &lease.instance().bootstrap else {
         return Err(SendError::Bootstrap("none is known".to_owned()));
     };
-    let age_max = app.config.health_interval;
+    let age_max = config.health_interval;
     let ids = match server.known(age_max) {
         Some(ids) => ids,
         None => {
@@ -121,7 +121,7 @@ pub(crate) async fn engine_id(app: &App, lease: &SlotLease) -> Result<Arc<str>, 
             let ids = match server.known(age_max) {
                 Some(ids) => ids,
                 None => {
-                    let ids = timeout(app.config.health_timeout, server.ask())
+                    let ids = timeout(config.health_timeout, server.ask())
                         .await
                         .map_err(|_| SendError::Bootstrap("no answer in time".to_owned()))?
                         .map_err(SendError::Bootstrap)?;

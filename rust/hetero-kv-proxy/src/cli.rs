@@ -88,6 +88,9 @@ settings! {
     /// Address to serve on; port 0 lets the system choose [default: 127.0.0.1:8000]
     #[arg(value_name = "HOST:PORT")]
     listen: String, "HETERO_KV_PROXY_LISTEN";
+    /// Address of a listener for administrators, where workers register, are drained and removed (docs/proxy.md); keep clients from it. None without it
+    #[arg(value_name = "HOST:PORT")]
+    admin_listen: String, "HETERO_KV_PROXY_ADMIN_LISTEN";
     /// A prefill instance: base URL, its number of DP ranks, header value of its first rank, and what the connector needs (docs/proxy.md); repeatable (in the environment: separated by blanks)
     #[arg(value_name = "URL[,dp=N][,rank0=K][,...]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
     prefill: Vec<String>, "HETERO_KV_PROXY_PREFILL";

@@ -10,11 +10,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
-use crate::app::{App, SlotLease};
+use crate::app::App;
 use crate::client_io::HeadWatch;
 use crate::connectors::{Order, PrefillAnswer, Slot, Transfer};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
+use crate::lease::SlotLease;
 use crate::legs::{
     Attempt, Call, Failure, after_failure, answer_broken, random_hex, read_answer, slot,
 };
@@ -223,8 +224,8 @@ async fn prefill_leg(call: &Call, mut flow: Flow) -> Result<Prefilled, Failure> 
         };
         let leg = connector.prefill_leg(&Transfer {
             id: &transfer_id,
-            prefill: slot(app, &lease, engine_id.as_deref()),
-            decode: decode.as_ref().map(|lease| slot(app, lease, None)),
+            prefill: slot(&lease, engine_id.as_deref()),
+            decode: decode.as_ref().map(|lease| slot(lease, None)),
         });
         match call.send_prefill(&lease, &leg, next.fresh).await {
             Ok(answer) => {
@@ -261,8 +262,10 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         prefill_lease.end("broken");
         return Err(answer_broken().into());
     };
-    let (prefill_instance, prefill_rank) =
-        (prefill_lease.picked.instance, prefill_lease.picked.rank);
+    let prefill_instance = Arc::clone(prefill_lease.instance());
+    let prefill_rank = prefill_lease.picked.rank;
+    // Before its leg ends: with neither, an instance that leaves is gone.
+    let kept = app.keep_blocks(&prefill_instance);
     prefill.connection.keep();
     prefill_lease.end(outcome_of(status));
     app.metrics
@@ -277,11 +280,11 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         let transfer = Transfer {
             id: &transfer_id,
             prefill: Slot {
-                peer: app.peer(Role::Prefill, prefill_instance),
+                peer: prefill_instance.peer(),
                 rank: prefill_rank,
                 engine_id: engine_id.as_deref(),
             },
-            decode: decode.map(|lease| slot(app, lease, None)),
+            decode: decode.map(|lease| slot(lease, None)),
         };
         connector.decode_leg(&transfer, Some(&answer))
     };
@@ -315,7 +318,12 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         };
         let leg = leg(Some(&lease));
         match call.send_decode(&lease, leg.as_ref(), next.fresh).await {
-            Ok(answer) if has_handle => return Ok(DecodeHead::claiming(answer, lease)),
+            Ok(answer) if has_handle => {
+                return Ok(DecodeHead {
+                    kept: Some(kept),
+                    ..DecodeHead::claiming(answer, lease)
+                });
+            }
             Ok(answer) => return Ok(DecodeHead::alone(answer, lease)),
             Err(error) => next = after_failure(&call, &mut flow, lease, error)?,
         }

@@ -10,8 +10,9 @@ use crate::routing::{OnMissingKv, Role};
 
 mod address;
 
-pub(crate) use address::base_url;
 pub use address::{BaseUrl, Worker, host_port};
+pub(crate) use address::{WorkerFault, base_url};
+pub(crate) use address::{assemble as assemble_worker, keys as worker_keys};
 
 /// Why there is no configuration: every fault that was found.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,11 +33,14 @@ pub enum LogFormat {
 pub struct Config {
     /// `HOST:PORT`, IPv6 in brackets.
     pub listen: String,
+    /// `HOST:PORT` of the administrators' listener, where there is one.
+    pub admin_listen: Option<String>,
     /// KV connector of the engines.
     pub connector: &'static dyn Connector,
-    /// Prefill instances: at least one, or none for a connector without a prefill leg.
+    /// Prefill instances: at least one without `admin_listen`, and none for a connector without a
+    /// prefill leg.
     pub prefill: Vec<Worker>,
-    /// Decode instances, at least one.
+    /// Decode instances: at least one without `admin_listen`.
     pub decode: Vec<Worker>,
     /// Policy of the prefill leg.
     pub prefill_policy: PolicyKind,
@@ -118,6 +122,17 @@ impl Config {
         if let Err(fault) = host_port(&listen) {
             faults.add(format!("--listen {listen}: {fault}"));
         }
+        let admin_listen = resolved.admin_listen.clone();
+        if let Some(admin) = &admin_listen {
+            if let Err(fault) = host_port(admin) {
+                faults.add(format!("--admin-listen {admin}: {fault}"));
+            }
+            if *admin == listen && !admin.ends_with(":0") {
+                faults.add(format!(
+                    "--admin-listen {admin}: is --listen too; clients must not reach administration"
+                ));
+            }
+        }
         let name = fill(
             &mut resolved.connector,
             connectors::ALL[0].name().to_owned(),
@@ -136,15 +151,18 @@ impl Config {
         let connector = known.unwrap_or(connectors::ALL[0]);
         let alone = connector.order() == Order::DecodeAlone;
         let none = |given: &Option<Vec<String>>| given.as_ref().is_none_or(Vec::is_empty);
-        if alone != none(&resolved.prefill) {
-            faults.add(if alone {
-                format!("--prefill: --connector {name} sends no prefill leg; give decode only")
-            } else {
-                "--prefill: at least one instance is needed".to_owned()
-            });
+        let needed = |flag| format!("{flag}: at least one instance is needed, or --admin-listen");
+        let may_register = admin_listen.is_some();
+        if alone && !none(&resolved.prefill) {
+            faults.add(format!(
+                "--prefill: --connector {name} sends no prefill leg; give decode only"
+            ));
         }
-        if none(&resolved.decode) {
-            faults.add("--decode: at least one instance is needed".to_owned());
+        if !alone && !may_register && none(&resolved.prefill) {
+            faults.add(needed("--prefill"));
+        }
+        if !may_register && none(&resolved.decode) {
+            faults.add(needed("--decode"));
         }
 
         let policy = fill(&mut resolved.policy, "round-robin".to_owned());
@@ -248,6 +266,7 @@ impl Config {
         }
         Ok(Self {
             listen,
+            admin_listen,
             connector,
             prefill,
             decode,
@@ -372,17 +391,33 @@ impl Faults {
     /// What the connector cannot serve, or would not look at.
     fn peers(&mut self, connector: &dyn Connector, role: Role, workers: &[Worker]) {
         for worker in workers {
-            let at = format!("--{} {}", role.name(), worker.spec.url);
-            let name = connector.name();
-            let unused = |key: &&&str| !connector.worker_keys().contains(key);
-            for key in worker.peer.given.iter().filter(unused) {
-                self.add(format!("{at}: `{key}` has no use with --connector {name}"));
-            }
-            if let Err(reason) = connector.check(role, &worker.peer) {
-                self.add(format!("{at}: {reason}"));
+            for fault in worker_faults(connector, role, worker) {
+                let at = format!("--{} {}", role.name(), worker.spec.url);
+                self.add(format!("{at}: {}", fault.text));
             }
         }
     }
+}
+
+/// Why a worker cannot be served in a role, whoever names it: a flag or the worker itself.
+pub(crate) fn worker_faults(
+    connector: &dyn Connector,
+    role: Role,
+    worker: &Worker,
+) -> Vec<WorkerFault> {
+    let name = connector.name();
+    let unused = |key: &&&'static str| !connector.worker_keys().contains(key);
+    let unused = worker.peer.given.iter().filter(unused);
+    let mut faults: Vec<WorkerFault> = unused
+        .map(|key| WorkerFault {
+            key: Some(key),
+            text: format!("`{key}` has no use with --connector {name}"),
+        })
+        .collect();
+    if let Err(text) = connector.check(role, &worker.peer) {
+        faults.push(WorkerFault { key: None, text });
+    }
+    faults
 }
 
 #[cfg(test)]

@@ -15,9 +15,10 @@ use crate::answer::{self, Answer, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
 use crate::headers;
+use crate::instance::Instance;
 use crate::legs::{random_hex, read_answer};
 use crate::openai::error::ApiError;
-use crate::routing::{InstanceIndex, Role};
+use crate::routing::Role;
 use crate::upstream::{LegBody, SendError};
 
 /// Paths whose `POST` goes to the engines of both roles.
@@ -44,33 +45,28 @@ struct Got {
 }
 
 /// Which engine, and its answer or why there is none.
-type Outcome = (Role, usize, Result<Got, &'static str>);
+type Outcome = (Arc<Instance>, Result<Got, &'static str>);
 
 /// Asks every engine of `roles` at once; an answer that is not there by `deadline` is none. In the
-/// order of the flags, prefill first.
+/// order of their ids, prefill first.
 async fn ask(app: &Arc<App>, roles: &[Role], sent: &Sent, deadline: Instant) -> Vec<Outcome> {
     let mut asking = JoinSet::new();
     for role in roles.iter().copied() {
-        for at in 0..app.instance_count(role) {
-            let (app, sent) = (Arc::clone(app), sent.clone());
+        for instance in app.snapshot(role).iter() {
+            let (app, instance, sent) = (Arc::clone(app), Arc::clone(instance), sent.clone());
             asking.spawn(async move {
-                let got = timeout_at(deadline, ask_one(&app, role, InstanceIndex(at), sent)).await;
-                (role, at, got.unwrap_or(Err("no answer in time")))
+                let got = timeout_at(deadline, ask_one(&app, &instance, sent)).await;
+                (instance, got.unwrap_or(Err("no answer in time")))
             });
         }
     }
     let mut outcomes = asking.join_all().await;
-    outcomes.sort_by_key(|(role, at, _)| (*role, *at));
+    outcomes.sort_by_key(|(instance, _)| (instance.role, instance.index));
     outcomes
 }
 
-async fn ask_one(
-    app: &App,
-    role: Role,
-    instance: InstanceIndex,
-    sent: Sent,
-) -> Result<Got, &'static str> {
-    let upstream = app.upstream(role, instance);
+async fn ask_one(app: &App, instance: &Instance, sent: Sent) -> Result<Got, &'static str> {
+    let upstream = &instance.upstream;
     let send = async |fresh| {
         let body = LegBody::new(sent.body.clone(), None);
         let (method, headers) = (sent.method.clone(), sent.headers.clone());
@@ -83,7 +79,7 @@ async fn ask_one(
     let answer = match answer {
         Ok(answer) => answer,
         Err(SendError::Connect(_)) => {
-            app.note_unreachable(role, instance);
+            app.note_unreachable(instance);
             return Err("unreachable");
         }
         Err(SendError::Reset { .. }) => return Err("closed without an answer"),
@@ -145,8 +141,8 @@ async fn tell(
     let outcomes = ask(app, &[Role::Prefill, Role::Decode], &sent, deadline).await;
     let mut faults = Vec::new();
     let mut workers = Vec::new();
-    for (role, at, outcome) in outcomes {
-        let id = format!("{}-{at}", role.name());
+    for (instance, outcome) in outcomes {
+        let id = instance.id();
         match outcome {
             Ok(got) if got.head.status.is_success() => workers.push(WorkerStatus {
                 id,
@@ -203,7 +199,7 @@ pub async fn models(app: &Arc<App>, request: Request<Incoming>) -> Answer {
     let outcomes = ask(app, &[Role::Decode], &sent, deadline).await;
     let (mut good, other): (Vec<Got>, Vec<Got>) = outcomes
         .into_iter()
-        .filter_map(|(_, _, outcome)| outcome.ok())
+        .filter_map(|(_, outcome)| outcome.ok())
         .partition(|got| got.head.status.is_success());
     if good.len() > 1
         && let Some(merged) = merge(&good)

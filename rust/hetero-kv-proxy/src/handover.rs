@@ -20,7 +20,8 @@ use http_body_util::BodyExt;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::DropGuard;
 
-use crate::app::{App, SlotLease};
+use crate::app::App;
+use crate::lease::{KeptBlocks, SlotLease};
 use crate::upstream::{Answer, Written};
 
 /// Longest life of a leg without a client, whatever state it is in.
@@ -37,6 +38,8 @@ pub struct DecodeHead {
     pub early: Option<Bytes>,
     /// Whether prefill's blocks wait for this leg, which then outlives its client.
     pub claims_blocks: bool,
+    /// What prefill keeps for this leg, until the body's first byte.
+    pub kept: Option<KeptBlocks>,
     /// Closes a prefill leg that still runs, when dropped.
     pub prefill: Option<DropGuard>,
 }
@@ -49,6 +52,7 @@ impl DecodeHead {
             lease,
             early: None,
             claims_blocks: false,
+            kept: None,
             prefill: None,
         }
     }

@@ -8,10 +8,11 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 
 use crate::answer::{self, Answer};
-use crate::app::{App, SlotLease};
+use crate::app::App;
 use crate::bootstrap;
 use crate::connectors::{Leg, Slot};
 use crate::headers;
+use crate::lease::SlotLease;
 use crate::metrics::RoleLabels;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
@@ -50,7 +51,10 @@ impl Call {
         avoid: Option<InstanceIndex>,
     ) -> Result<SlotLease, ApiError> {
         self.app.pick(role, avoid).ok_or_else(|| {
-            let message = format!("no {} engine is known", role.name());
+            let message = format!(
+                "no {} engine is there that answers its probe and is not drained",
+                role.name()
+            );
             ApiError::new(503, "no_engine", message)
         })
     }
@@ -123,7 +127,9 @@ impl Call {
         if !self.app.config.connector.needs_engine_id() {
             return Ok(None);
         }
-        bootstrap::engine_id(&self.app, lease).await.map(Some)
+        bootstrap::engine_id(&self.app.config, lease)
+            .await
+            .map(Some)
     }
 }
 
@@ -135,9 +141,9 @@ pub(crate) struct Attempt {
 }
 
 /// A chosen slot as connectors see it.
-pub(crate) fn slot<'a>(app: &'a App, lease: &SlotLease, engine_id: Option<&'a str>) -> Slot<'a> {
+pub(crate) fn slot<'a>(lease: &'a SlotLease, engine_id: Option<&'a str>) -> Slot<'a> {
     Slot {
-        peer: app.peer(lease.role(), lease.picked.instance),
+        peer: lease.instance().peer(),
         rank: lease.picked.rank,
         engine_id,
     }
@@ -151,17 +157,15 @@ pub(crate) fn after_failure(
     error: SendError,
 ) -> Result<Attempt, Failure> {
     let app = &call.app;
-    let (role, instance) = (lease.role(), lease.picked.instance);
-    tracing::debug!(role = role.name(), url = &**app.label(role, instance), %error, "leg failed");
+    let instance = Arc::clone(lease.instance());
+    let role = instance.role;
+    let url = &*instance.label;
+    tracing::debug!(role = role.name(), url, %error, "leg failed");
     let (failure, outcome, code) = match error {
         SendError::Connect(_) => (LegFailure::Connect, "connect", "unreachable"),
         SendError::Reset { reused, .. } => (LegFailure::Reset { reused }, "reset", "reset"),
         SendError::Bootstrap(reason) => {
-            tracing::warn!(
-                url = &**app.label(role, instance),
-                reason,
-                "bootstrap server"
-            );
+            tracing::warn!(url, reason, "bootstrap server");
             (LegFailure::Connect, "bootstrap", "bootstrap")
         }
         SendError::Request(_) => {
@@ -171,10 +175,10 @@ pub(crate) fn after_failure(
         }
     };
     if failure != (LegFailure::Reset { reused: true }) {
-        app.note_unreachable(role, instance);
+        app.note_unreachable(&instance);
     }
     lease.end(outcome);
-    let step = flow.leg_failed(role, failure, instance, app.instance_count(role));
+    let step = flow.leg_failed(role, failure, instance.index, app.routable(role).len());
     let next = match step {
         AfterFailure::RetryElsewhere { avoid } => Attempt {
             avoid: Some(avoid),

@@ -1,6 +1,6 @@
 //! Every metric, declared once. Names begin `hetero_kv_proxy_`.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
@@ -12,6 +12,20 @@ use prometheus_client::registry::Registry;
 /// Seconds; from a cached one-token prefill to a long prompt in a full queue.
 const SECONDS: [f64; 14] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+];
+
+/// How a leg can end.
+pub const LEG_OUTCOMES: [&str; 10] = [
+    "ok",
+    "status_3xx",
+    "status_4xx",
+    "status_5xx",
+    "connect",
+    "reset",
+    "broken",
+    "unsent",
+    "bootstrap",
+    "cancelled",
 ];
 
 /// Labels of a request from a client.
@@ -30,7 +44,7 @@ pub struct LegLabels {
     pub role: &'static str,
     /// Base URL of the instance.
     pub instance: Arc<str>,
-    /// How it ended, from a fixed set.
+    /// How it ended, one of [`LEG_OUTCOMES`].
     pub outcome: &'static str,
 }
 
@@ -79,6 +93,8 @@ pub struct RoleLabels {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    /// Held while gauges are set and written out.
+    pub(crate) scrape: Mutex<()>,
     /// Requests from clients, when they end.
     pub requests: Family<RequestLabels, Counter>,
     /// Legs, when they end.
@@ -125,6 +141,7 @@ impl Default for Metrics {
             batch_prompts: Counter::default(),
             stream_breaks: Family::default(),
             registry: Registry::default(),
+            scrape: Mutex::new(()),
         };
         let r = &mut registry;
         r.register(

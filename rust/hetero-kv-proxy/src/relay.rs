@@ -26,7 +26,10 @@ use crate::upstream::{LegBody, SendError, Written};
 pub fn label(path: &str) -> Option<&'static str> {
     // An engine, or a proxy in front of it, might read another path out of these.
     let plain = path.split('/').all(|part| part != ".." && part != ".") && !path.contains("%2");
+    // Administration has its own listener: what asks for it here has the wrong one.
+    let admin = path == "/v1/workers" || path.starts_with("/v1/workers/");
     match path {
+        _ if admin => None,
         "/tokenize" => Some("/tokenize"),
         "/detokenize" => Some("/detokenize"),
         _ if path.starts_with("/v1/") && plain => Some("/v1/*"),
@@ -103,9 +106,7 @@ struct Sent {
 }
 
 async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<Answer>> {
-    let mut untried: Vec<InstanceIndex> = (0..app.instance_count(Role::Decode))
-        .map(InstanceIndex)
-        .collect();
+    let mut untried: Vec<InstanceIndex> = app.routable(Role::Decode);
     let mut refusal = None;
     let mut next = app.pick(Role::Decode, None);
     while let Some(lease) = next {
@@ -143,11 +144,11 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
                 return Ok(DecodeHead::alone(answer, lease));
             }
             Err(SendError::Connect(_)) => {
-                app.note_unreachable(Role::Decode, instance);
+                app.note_unreachable(lease.instance());
                 lease.end("connect");
             }
             Err(SendError::Reset { .. }) => {
-                app.note_unreachable(Role::Decode, instance);
+                app.note_unreachable(lease.instance());
                 lease.end("reset");
                 return Err(Box::new(answer::error(&ApiError::new(
                     502,
@@ -163,9 +164,9 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
                 ))));
             }
         }
-        next = untried
-            .first()
-            .and_then(|untried| app.pick_at(Role::Decode, *untried));
+        // One may have been drained or removed meanwhile.
+        let mut left = untried.iter();
+        next = left.find_map(|untried| app.pick_at(Role::Decode, *untried));
     }
     Err(Box::new(refusal.unwrap_or_else(|| {
         answer::error(&ApiError::new(

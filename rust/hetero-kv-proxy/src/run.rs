@@ -6,11 +6,12 @@ use std::time::Duration;
 use anyhow::Context;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 
 use crate::app::App;
 use crate::config::{Config, host_port};
-use crate::{probe, server};
+use crate::routing::Role;
+use crate::server::Door;
+use crate::{probe, server, workers};
 
 /// Serves until SIGTERM or SIGINT, then drains.
 ///
@@ -29,8 +30,16 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let listener = server::bind(&host, port)
         .await
         .with_context(|| format!("listening on {}", config.listen))?;
+    let admin = match &config.admin_listen {
+        Some(address) => {
+            let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
+            let bound = server::bind(&host, port).await;
+            Some(bound.with_context(|| format!("listening on {address} for administrators"))?)
+        }
+        None => None,
+    };
     let drain = config.drain_timeout;
-    let proxy = Proxy::start(config, listener)?;
+    let proxy = Proxy::start(config, listener, admin)?;
 
     let name = stop_signal().await;
     tracing::info!(signal = name, drain_s = drain.as_secs(), "draining");
@@ -52,20 +61,44 @@ pub struct Proxy {
     pub app: Arc<App>,
     /// Where it listens.
     pub address: std::net::SocketAddr,
-    stop: watch::Sender<bool>,
+    /// Where it listens for administrators.
+    pub admin_address: Option<std::net::SocketAddr>,
 }
 
 impl Proxy {
-    /// Starts probing and serving on `listener`.
+    /// Starts probing and serving on `listener`, and administrators on `admin`.
     ///
     /// # Errors
     /// A URL that cannot be a `Host` header, or a listener without an address.
-    pub fn start(config: Config, listener: TcpListener) -> anyhow::Result<Self> {
+    pub fn start(
+        config: Config,
+        listener: TcpListener,
+        admin: Option<TcpListener>,
+    ) -> anyhow::Result<Self> {
         let app = App::new(config)?;
         let address = listener.local_addr().context("the listener's address")?;
-        let (stop, stopped) = watch::channel(false);
-        probe::start(&app, &stopped);
-        tokio::spawn(server::run(Arc::clone(&app), listener, stopped));
+        for role in [Role::Prefill, Role::Decode] {
+            for instance in app.snapshot(role).iter() {
+                probe::start(&app, instance);
+            }
+        }
+        let mut admin_address = None;
+        for (door, listener) in [
+            (Door::Clients, Some(listener)),
+            (Door::Administrators, admin),
+        ] {
+            let Some(listener) = listener else { continue };
+            if door == Door::Administrators {
+                let bound = listener
+                    .local_addr()
+                    .context("the admin listener's address")?;
+                tracing::info!(listen = %bound, "serving administrators");
+                admin_address = Some(bound);
+                tokio::spawn(workers::sweep(Arc::clone(&app)));
+            }
+            let stopped = app.stop.subscribe();
+            tokio::spawn(server::run(Arc::clone(&app), door, listener, stopped));
+        }
         tracing::info!(
             listen = %address,
             connector = app.config.connector.name(),
@@ -75,13 +108,17 @@ impl Proxy {
             decode_policy = app.config.decode_policy.name(),
             "serving"
         );
-        Ok(Self { app, address, stop })
+        Ok(Self {
+            app,
+            address,
+            admin_address,
+        })
     }
 
     /// Stops accepting, lets what runs end, and waits for it at most `limit`. Returns whether all
     /// of it ended.
     pub async fn drain(&self, limit: Duration) -> bool {
-        self.stop.send_replace(true);
+        self.app.stop.send_replace(true);
         self.app.tasks.close();
         tokio::time::timeout(limit, self.app.tasks.wait())
             .await

@@ -20,7 +20,7 @@ use crate::app::App;
 use crate::client_io::{ClientIo, HeadWatch};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
-use crate::{admin, completions, fanout, relay, running};
+use crate::{admin, completions, fanout, relay, running, workers};
 
 /// Connections that the kernel holds for us; a burst of as many connects is not refused. The
 /// system's `somaxconn` may be lower and then counts.
@@ -57,10 +57,30 @@ fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
+/// Who comes in by a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Door {
+    /// Clients of the OpenAI API.
+    Clients,
+    /// Workers that register, and those who run the engines.
+    Administrators,
+}
+
+/// Connections that a worker of [`crate::workers`] or an administrator may hold, all together.
+const ADMIN_CONNECTIONS_MAX: usize = 2_048;
+
 /// Accepts and serves until `stop` turns true, then stops accepting and returns; connections end
 /// by themselves and are in `app.tasks`.
-pub async fn run(app: Arc<App>, listener: TcpListener, mut stop: watch::Receiver<bool>) {
-    let connections = Arc::new(Semaphore::new(app.config.connections_max));
+pub async fn run(
+    app: Arc<App>,
+    door: Door,
+    listener: TcpListener,
+    mut stop: watch::Receiver<bool>,
+) {
+    let connections = Arc::new(Semaphore::new(match door {
+        Door::Clients => app.config.connections_max,
+        Door::Administrators => ADMIN_CONNECTIONS_MAX,
+    }));
     loop {
         let accept = async {
             // The semaphore is never closed.
@@ -73,7 +93,7 @@ pub async fn run(app: Arc<App>, listener: TcpListener, mut stop: watch::Receiver
         };
         match accepted {
             Some((Ok((stream, _)), permit)) => {
-                let serve = connection(Arc::clone(&app), stream, stop.clone());
+                let serve = connection(Arc::clone(&app), door, stream, stop.clone());
                 app.tasks.spawn(async move {
                     serve.await;
                     drop(permit);
@@ -88,7 +108,7 @@ pub async fn run(app: Arc<App>, listener: TcpListener, mut stop: watch::Receiver
     }
 }
 
-async fn connection(app: Arc<App>, stream: TcpStream, mut stop: watch::Receiver<bool>) {
+async fn connection(app: Arc<App>, door: Door, stream: TcpStream, mut stop: watch::Receiver<bool>) {
     // A chunk of one token is far smaller than a segment: it must not wait for another.
     if stream.set_nodelay(true).is_err() {
         return;
@@ -102,7 +122,7 @@ async fn connection(app: Arc<App>, stream: TcpStream, mut stop: watch::Receiver<
         .header_read_timeout(app.config.header_read_timeout);
     let service = service_fn(move |request| {
         let served: Pin<Box<dyn Future<Output = _> + Send>> =
-            Box::pin(route(Arc::clone(&app), Arc::clone(&watch), request));
+            Box::pin(enter(Arc::clone(&app), door, Arc::clone(&watch), request));
         served
     });
     let mut served = builder.serve_connection(TokioIo::new(io), service);
@@ -125,13 +145,12 @@ async fn connection(app: Arc<App>, stream: TcpStream, mut stop: watch::Receiver<
 
 type Never = std::convert::Infallible;
 
-async fn route(
+async fn enter(
     app: Arc<App>,
+    door: Door,
     watch: Arc<HeadWatch>,
     request: Request<Incoming>,
 ) -> Result<Answer, Never> {
-    let path = request.uri().path();
-    let completion = Route::ALL.into_iter().find(|route| route.path() == path);
     if watch.has_two_lengths() {
         let mut answer = answer::error(&ApiError::new(
             400,
@@ -142,6 +161,19 @@ async fn route(
         answer.headers_mut().insert(header::CONNECTION, close);
         return Ok(answer);
     }
+    match door {
+        Door::Clients => route(app, watch, request).await,
+        Door::Administrators => Ok(workers::serve(&app, request, &watch).await),
+    }
+}
+
+async fn route(
+    app: Arc<App>,
+    watch: Arc<HeadWatch>,
+    request: Request<Incoming>,
+) -> Result<Answer, Never> {
+    let path = request.uri().path();
+    let completion = Route::ALL.into_iter().find(|route| route.path() == path);
     if let Some(route) = completion {
         if request.method() != Method::POST {
             return Ok(not_allowed("POST"));
@@ -189,7 +221,7 @@ async fn route(
     })
 }
 
-fn not_allowed(allow: &'static str) -> Answer {
+pub(crate) fn not_allowed(allow: &'static str) -> Answer {
     let error = ApiError::new(
         405,
         "method_not_allowed",

@@ -236,7 +236,13 @@ impl DecodeStream {
             }
             events.push(&chunk);
         }
-        self.any_chunk = true;
+        if !self.any_chunk {
+            self.any_chunk = true;
+            // Decode has read its KV.
+            if let Some(live) = &mut self.live {
+                live.decode.kept = None;
+            }
+        }
     }
 
     fn complete(&mut self) {

@@ -12,9 +12,10 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::app::{App, SlotLease};
+use crate::app::App;
 use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
+use crate::lease::SlotLease;
 use crate::legs::{
     Attempt, Call, Failure, after_failure, answer_broken, random_hex, read_answer, slot,
 };
@@ -47,8 +48,8 @@ pub(crate) async fn both_legs(
         let id = random_hex()?;
         let transfer = Transfer {
             id: &id,
-            prefill: slot(&call.app, &prefill_lease, None),
-            decode: Some(slot(&call.app, &decode_lease, None)),
+            prefill: slot(&prefill_lease, None),
+            decode: Some(slot(&decode_lease, None)),
         };
         let connector = call.app.config.connector;
         let prefill_leg = connector.prefill_leg(&transfer);

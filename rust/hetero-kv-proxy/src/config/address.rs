@@ -32,47 +32,75 @@ const HANDSHAKE_PORT: u16 = 6301;
 const NOTIFY_PORT: u16 = 61005;
 const BOOTSTRAP_PORT: u16 = 8998;
 
+/// What is wrong with a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WorkerFault {
+    /// The key at fault, as the flags spell it; `url` for the URL, none for the whole.
+    pub(crate) key: Option<&'static str>,
+    /// A sentence.
+    pub(crate) text: String,
+}
+
+impl WorkerFault {
+    fn of(key: &'static str, text: impl Into<String>) -> Self {
+        Self {
+            key: Some(key),
+            text: text.into(),
+        }
+    }
+}
+
+/// The keys of a worker beside its URL.
+pub(crate) fn keys() -> impl Iterator<Item = &'static str> + Clone {
+    ["dp", "rank0"].into_iter().chain(WORKER_KEYS)
+}
+
 /// Parses `URL[,key=value...]`; keys are `dp`, `rank0` and [`WORKER_KEYS`].
 pub(super) fn worker(text: &str) -> Result<Worker, String> {
     let mut parts = text.split(',');
     let url = parts.next().unwrap_or_default();
-    let base = base_url(url)?;
     let mut given: Vec<(&'static str, &str)> = Vec::new();
-    let known = ["dp", "rank0"].into_iter().chain(WORKER_KEYS);
-    let keys = || {
-        let keys: Vec<&str> = known.clone().collect();
+    let known = || {
+        let keys: Vec<&str> = keys().collect();
         format!("keys are {}", keys.join(", "))
     };
     for part in parts {
         let (key, value) = part
             .split_once('=')
-            .ok_or_else(|| format!("`{part}` is not key=value; {}", keys()))?;
-        let key = known
-            .clone()
+            .ok_or_else(|| format!("`{part}` is not key=value; {}", known()))?;
+        let key = keys()
             .find(|known| *known == key)
-            .ok_or_else(|| format!("unknown key `{key}`; {}", keys()))?;
+            .ok_or_else(|| format!("unknown key `{key}`; {}", known()))?;
         if given.iter().any(|(known, _)| *known == key) {
             return Err(format!("`{key}` is given twice"));
         }
         given.push((key, value));
     }
+    assemble(url, &given).map_err(|fault| fault.text)
+}
+
+/// A worker of its URL and its keys, each at most once.
+pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Worker, WorkerFault> {
+    let base = base_url(url).map_err(|fault| WorkerFault::of("url", fault))?;
     let text = |key: &str| {
         given
             .iter()
             .find(|(known, _)| *known == key)
             .map(|(_, v)| *v)
     };
-    let number = |key: &str, low: u32, high: u32, default: u32| match text(key) {
+    let number = |key: &'static str, low: u32, high: u32, default: u32| match text(key) {
         None => Ok(default),
         Some(value) => value
             .parse()
             .ok()
             .filter(|number| (low..=high).contains(number))
-            .ok_or_else(|| format!("{key} must be {low} to {high}, not `{value}`")),
+            .ok_or_else(|| {
+                WorkerFault::of(key, format!("{key} must be {low} to {high}, not `{value}`"))
+            }),
     };
-    let port = |key: &str, default: u16| {
+    let port = |key: &'static str, default: u16| {
         let value = number(key, 1, u32::from(u16::MAX), u32::from(default))?;
-        Ok::<_, String>(value as u16)
+        Ok::<_, WorkerFault>(value as u16)
     };
     let dp = number("dp", 1, 1_024, 1)?;
     let bootstrap = match text("bootstrap") {
@@ -81,7 +109,8 @@ pub(super) fn worker(text: &str) -> Result<Worker, String> {
         Some(address) => address.to_owned(),
         None => format!("{}:{BOOTSTRAP_PORT}", bracketed(&base.host)),
     };
-    host_port(&bootstrap).map_err(|fault| format!("bootstrap: {fault}"))?;
+    host_port(&bootstrap)
+        .map_err(|fault| WorkerFault::of("bootstrap", format!("bootstrap: {fault}")))?;
     let peer = PeerSpec {
         dp,
         dp_size: number("dp-size", 1, 65_536, dp)?,

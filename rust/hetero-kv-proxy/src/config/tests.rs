@@ -65,7 +65,7 @@ fn every_fault_is_told_at_once() {
         "--connector p2p: unknown; one of hetero, none, nixl, mooncake, moriio-read, moriio-write",
         "--prefill http://p:1,dp=0: dp must be 1 to 1024, not `0`",
         "--prefill ftp://p: a URL begins with http://",
-        "--decode: at least one instance is needed",
+        "--decode: at least one instance is needed, or --admin-listen",
         "--policy auto: not available yet in this build; available: round-robin, least-loaded; \
          not yet: power-of-two, consistent-hash, prefix-aware, auto",
         "--decode-policy fastest: unknown; one of round-robin, least-loaded, power-of-two, \

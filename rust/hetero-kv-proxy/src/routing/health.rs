@@ -68,6 +68,11 @@ impl Health {
         self.state
     }
 
+    /// Whether it has ever answered.
+    pub fn has_answered(&self) -> bool {
+        self.last_ok_ms.is_some()
+    }
+
     /// Whether the instance is healthy and its last good answer is recent.
     pub fn is_ready(&self, rules: &HealthRules, now_ms: u64) -> bool {
         self.state == HealthState::Healthy

@@ -13,7 +13,7 @@ mod tests;
 
 pub use flow::{AfterFailure, AfterPrefill, Flow, LegFailure, OnMissingKv, RETRIES_MAX_PER_LEG};
 pub use health::{Health, HealthRules, HealthState};
-pub use registry::{InstanceSpec, InstanceView, Picked, Pool, SlotId};
+pub use registry::{InstanceSpec, InstanceView, Picked, Pool, SlotId, Standing, Trust};
 
 /// Which leg of a request an instance serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,6 +34,7 @@ impl Role {
     }
 }
 
-/// Position of an instance among those of its role, in flag order.
+/// Number of an instance among those of its role: flags first, in their order, then as they
+/// registered. None is given twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InstanceIndex(pub usize);

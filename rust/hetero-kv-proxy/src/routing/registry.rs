@@ -1,4 +1,4 @@
-//! The instances of one role, their slots, and who is serving what.
+//! The instances of one role as they come and go, their slots, and who is serving what.
 
 use super::policy::{Candidate, Policy, PolicyKind};
 use super::{Health, HealthRules, HealthState, InstanceIndex};
@@ -14,9 +14,34 @@ pub struct InstanceSpec {
     pub rank0: u32,
 }
 
-/// Position of a slot in its pool.
+/// One DP rank of one instance. It stays valid after its instance was removed: to release it is
+/// then without effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SlotId(usize);
+pub struct SlotId {
+    instance: InstanceIndex,
+    rank: u32,
+}
+
+/// Whether an instance takes legs at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// It does, as far as its health allows.
+    Serving,
+    /// An operator keeps it from new legs.
+    Drained,
+    /// It takes no leg any more and is removed when the last one has ended.
+    Leaving,
+}
+
+/// Which evidence an instance needs before it takes a leg.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trust {
+    /// None: an operator named it, and a wrong verdict of the probe must not turn into an outage.
+    Given,
+    /// Its probe has answered and does not fail: a worker that says itself that it is there says
+    /// nothing of whether it can be reached.
+    Probed,
+}
 
 /// A slot that was chosen; it counts as in flight until [`Pool::release`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +59,8 @@ pub struct Picked {
 /// What `/workers` and `/ready` show of one instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InstanceView {
+    /// Its number among those of its role.
+    pub index: InstanceIndex,
     /// As configured.
     pub spec: InstanceSpec,
     /// Legs in flight for each DP rank, rank 0 first.
@@ -42,26 +69,59 @@ pub struct InstanceView {
     pub state: HealthState,
     /// Whether it answered recently.
     pub ready: bool,
+    /// Transfers whose blocks it keeps for a decode leg.
+    pub kept: u32,
+    /// Whether it takes legs at all.
+    pub standing: Standing,
+    /// Whether it takes legs at this moment.
+    pub routable: bool,
 }
 
 #[derive(Debug)]
 struct Instance {
+    index: InstanceIndex,
     spec: InstanceSpec,
+    trust: Trust,
+    standing: Standing,
     health: Health,
+    /// Legs for each DP rank, rank 0 first.
+    in_flight: Vec<u32>,
+    /// Transfers whose blocks it keeps for a decode leg.
+    kept: u32,
 }
 
-#[derive(Debug)]
+impl Instance {
+    fn is_routable(&self) -> bool {
+        let trusted = match self.trust {
+            Trust::Given => true,
+            Trust::Probed => {
+                self.health.has_answered() && self.health.state() != HealthState::Unhealthy
+            }
+        };
+        trusted && self.standing == Standing::Serving
+    }
+
+    fn is_idle(&self) -> bool {
+        self.kept == 0 && self.in_flight.iter().all(|count| *count == 0)
+    }
+}
+
+/// One place in the round of all slots.
+#[derive(Debug, Clone, Copy)]
 struct Slot {
-    instance: InstanceIndex,
+    /// Position in [`Pool::instances`].
+    at: usize,
     rank: u32,
-    in_flight: u32,
 }
 
 /// The slots of one role. The unit of choice is (instance, DP rank), so an instance with more
 /// ranks gets as many more turns.
 #[derive(Debug)]
 pub struct Pool {
+    /// In the order of their indexes.
     instances: Vec<Instance>,
+    /// One more than the last index given; none is given twice.
+    next: usize,
     slots: Vec<Slot>,
     policy: Box<dyn Policy>,
     rules: HealthRules,
@@ -69,147 +129,248 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool over `specs`, in flag order. Slots are ordered so that consecutive turns fall on
-    /// different instances as evenly as their sizes allow.
+    /// A pool over `specs`, in flag order.
     pub fn new(specs: Vec<InstanceSpec>, policy: PolicyKind, rules: HealthRules) -> Self {
-        let mut slots: Vec<Slot> = specs
-            .iter()
-            .enumerate()
-            .flat_map(|(index, spec)| {
-                (0..spec.dp).map(move |rank| Slot {
-                    instance: InstanceIndex(index),
-                    rank,
-                    in_flight: 0,
-                })
-            })
-            .collect();
-        // Rank r of dp sits at (2r+1)/(2dp) of the round.
-        slots.sort_by_key(|slot| {
-            let dp = u64::from(specs[slot.instance.0].dp);
-            let place = (2 * u64::from(slot.rank) + 1) * PLACES / (2 * dp);
-            (place, slot.instance)
-        });
-        let candidates = Vec::with_capacity(slots.len());
-        Self {
-            instances: specs
-                .into_iter()
-                .map(|spec| Instance {
-                    spec,
-                    health: Health::default(),
-                })
-                .collect(),
-            slots,
+        let mut pool = Self {
+            instances: Vec::new(),
+            next: 0,
+            slots: Vec::new(),
             policy: policy.build(),
             rules,
-            candidates,
+            candidates: Vec::new(),
+        };
+        for spec in specs {
+            pool.add(spec, Trust::Given, Standing::Serving);
         }
+        pool
     }
 
-    /// Number of instances.
+    /// Takes in an instance of which nothing is known yet, under an index that no other had.
+    pub fn add(&mut self, spec: InstanceSpec, trust: Trust, standing: Standing) -> InstanceIndex {
+        let index = InstanceIndex(self.next);
+        self.next += 1;
+        self.instances.push(Instance {
+            index,
+            in_flight: vec![0; spec.dp as usize],
+            spec,
+            trust,
+            standing,
+            health: Health::default(),
+            kept: 0,
+        });
+        self.order_slots();
+        index
+    }
+
+    /// Takes an instance out, with whatever legs it has; false where it is not there.
+    pub fn remove(&mut self, instance: InstanceIndex) -> bool {
+        let found = self.position(instance);
+        if let Some(at) = found {
+            self.instances.remove(at);
+            self.order_slots();
+        }
+        found.is_some()
+    }
+
+    /// Orders the slots so that consecutive turns fall on different instances as evenly as their
+    /// sizes allow.
+    fn order_slots(&mut self) {
+        self.slots.clear();
+        for (at, instance) in self.instances.iter().enumerate() {
+            let ranks = 0..instance.spec.dp;
+            self.slots.extend(ranks.map(|rank| Slot { at, rank }));
+        }
+        let instances = &self.instances;
+        // Rank r of dp sits at (2r+1)/(2dp) of the round.
+        self.slots.sort_by_key(|slot| {
+            let dp = u64::from(instances[slot.at].spec.dp);
+            let place = (2 * u64::from(slot.rank) + 1) * PLACES / (2 * dp);
+            (place, slot.at)
+        });
+    }
+
+    fn position(&self, instance: InstanceIndex) -> Option<usize> {
+        self.instances
+            .binary_search_by_key(&instance, |known| known.index)
+            .ok()
+    }
+
+    fn get_mut(&mut self, instance: InstanceIndex) -> Option<&mut Instance> {
+        let at = self.position(instance)?;
+        self.instances.get_mut(at)
+    }
+
+    /// Number of instances, whether they take legs or not.
     pub fn instance_count(&self) -> usize {
         self.instances.len()
     }
 
-    /// Chooses a slot and counts it as in flight; `None` only for a pool without slots.
+    /// The instances that take legs at this moment.
+    pub fn routable(&self) -> Vec<InstanceIndex> {
+        let routable = self.instances.iter().filter(|known| known.is_routable());
+        routable.map(|known| known.index).collect()
+    }
+
+    /// Whether an instance takes legs at all; `None` where it is not there.
+    pub fn standing(&self, instance: InstanceIndex) -> Option<Standing> {
+        let at = self.position(instance)?;
+        Some(self.instances[at].standing)
+    }
+
+    /// Changes it. Legs in flight go on.
+    pub fn set_standing(&mut self, instance: InstanceIndex, standing: Standing) {
+        if let Some(known) = self.get_mut(instance) {
+            known.standing = standing;
+        }
+    }
+
+    /// Whether no leg is in flight at an instance and it keeps no blocks, or it is not there.
+    pub fn is_idle(&self, instance: InstanceIndex) -> bool {
+        self.position(instance)
+            .is_none_or(|at| self.instances[at].is_idle())
+    }
+
+    /// Chooses a slot and counts it as in flight; `None` when no instance takes legs.
     ///
     /// Instances of the best health present share the load; `avoid` is left out as long as another
-    /// instance exists. With every instance unhealthy one is still tried: a wrong verdict must not
-    /// turn into an outage.
+    /// instance exists. With every instance unhealthy one is still tried, where [`Trust`] allows:
+    /// a wrong verdict must not turn into an outage.
     pub fn pick(&mut self, avoid: Option<InstanceIndex>) -> Option<Picked> {
-        let avoid = avoid.filter(|_| self.instances.len() > 1);
-        let usable = |index: usize| avoid != Some(InstanceIndex(index));
-        let best = (0..self.instances.len())
-            .filter(|&index| usable(index))
-            .map(|index| self.instances[index].health.state().tier())
+        let routable = |known: &&Instance| known.is_routable();
+        let others = |known: &Instance| avoid != Some(known.index);
+        let avoid = match self.instances.iter().filter(routable).any(others) {
+            true => avoid,
+            false => None,
+        };
+        let usable = |known: &Instance| known.is_routable() && avoid != Some(known.index);
+        let best = self
+            .instances
+            .iter()
+            .filter(|known| usable(known))
+            .map(|known| known.health.state().tier())
             .min()?;
         self.candidates.clear();
-        for (slot, at) in self.slots.iter().zip(0..) {
-            let index = slot.instance.0;
-            if usable(index) && self.instances[index].health.state().tier() == best {
+        for (slot, position) in self.slots.iter().zip(0..) {
+            let known = &self.instances[slot.at];
+            if usable(known) && known.health.state().tier() == best {
                 self.candidates.push(Candidate {
-                    slot: at,
-                    in_flight: slot.in_flight,
+                    slot: position,
+                    in_flight: known.in_flight[slot.rank as usize],
                 });
             }
         }
         let chosen = self.candidates[self.policy.choose(&self.candidates)].slot;
-        Some(self.take(chosen))
+        let Slot { at, rank } = self.slots[chosen];
+        Some(self.take(at, rank))
     }
 
-    /// Takes the slot of `instance` with the fewest legs in flight, whatever its health.
+    /// Takes the slot of `instance` with the fewest legs in flight, whatever its health; `None`
+    /// when it takes no legs.
     pub fn pick_at(&mut self, instance: InstanceIndex) -> Option<Picked> {
-        let slots = self.slots.iter().zip(0..);
-        let (_, chosen) = slots
-            .filter(|(slot, _)| slot.instance == instance)
-            .min_by_key(|(slot, _)| slot.in_flight)?;
-        Some(self.take(chosen))
+        let at = self.position(instance)?;
+        let known = &self.instances[at];
+        if !known.is_routable() {
+            return None;
+        }
+        let (rank, _) = (0..)
+            .zip(&known.in_flight)
+            .min_by_key(|(_, count)| **count)?;
+        Some(self.take(at, rank))
     }
 
-    fn take(&mut self, chosen: usize) -> Picked {
-        let slot = &mut self.slots[chosen];
-        slot.in_flight += 1;
-        let spec = &self.instances[slot.instance.0].spec;
+    fn take(&mut self, at: usize, rank: u32) -> Picked {
+        let known = &mut self.instances[at];
+        known.in_flight[rank as usize] += 1;
+        let instance = known.index;
         Picked {
-            slot: SlotId(chosen),
-            instance: slot.instance,
-            rank: slot.rank,
-            rank_header: (spec.dp > 1).then(|| spec.rank0 + slot.rank),
+            slot: SlotId { instance, rank },
+            instance,
+            rank,
+            rank_header: (known.spec.dp > 1).then(|| known.spec.rank0 + rank),
         }
     }
 
-    /// Ends the leg that [`Pool::pick`] counted.
-    pub fn release(&mut self, slot: SlotId) {
-        let slot = &mut self.slots[slot.0];
-        debug_assert!(slot.in_flight > 0, "each pick is released once");
-        slot.in_flight = slot.in_flight.saturating_sub(1);
+    /// Ends the leg that [`Pool::pick`] counted. True where it was the last one of an instance that
+    /// takes no others.
+    pub fn release(&mut self, slot: SlotId) -> bool {
+        // Removed meanwhile: its count went with it.
+        let Some(known) = self.get_mut(slot.instance) else {
+            return false;
+        };
+        let count = &mut known.in_flight[slot.rank as usize];
+        debug_assert!(*count > 0, "each pick is released once");
+        *count = count.saturating_sub(1);
+        known.standing != Standing::Serving && known.is_idle()
+    }
+
+    /// A transfer's blocks stay on an instance until [`Pool::unkeep`].
+    pub fn keep(&mut self, instance: InstanceIndex) {
+        if let Some(known) = self.get_mut(instance) {
+            known.kept += 1;
+        }
+    }
+
+    /// Ends what [`Pool::keep`] began; returns as [`Pool::release`].
+    pub fn unkeep(&mut self, instance: InstanceIndex) -> bool {
+        let Some(known) = self.get_mut(instance) else {
+            return false;
+        };
+        debug_assert!(known.kept > 0, "what is kept ends once");
+        known.kept = known.kept.saturating_sub(1);
+        known.standing != Standing::Serving && known.is_idle()
     }
 
     /// A probe was answered well, or a leg got a response head.
     pub fn on_answer(&mut self, instance: InstanceIndex, now_ms: u64) {
-        self.instances[instance.0].health.on_answer(now_ms);
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_answer(now_ms);
+        }
     }
 
     /// A probe failed.
     pub fn on_probe_failed(&mut self, instance: InstanceIndex) {
-        self.instances[instance.0]
-            .health
-            .on_probe_failed(&self.rules);
+        let rules = self.rules;
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_probe_failed(&rules);
+        }
     }
 
     /// Traffic could not reach the instance.
     pub fn on_connect_failed(&mut self, instance: InstanceIndex) {
-        self.instances[instance.0].health.on_connect_failed();
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_connect_failed();
+        }
     }
 
-    /// The state of one instance.
-    pub fn state(&self, instance: InstanceIndex) -> HealthState {
-        self.instances[instance.0].health.state()
+    /// The state of one instance; `None` where it is not there.
+    pub fn state(&self, instance: InstanceIndex) -> Option<HealthState> {
+        let at = self.position(instance)?;
+        Some(self.instances[at].health.state())
     }
 
-    /// Number of instances that answered recently.
+    /// Number of instances that take legs and answered recently.
     pub fn ready_count(&self, now_ms: u64) -> usize {
         self.instances
             .iter()
-            .filter(|instance| instance.health.is_ready(&self.rules, now_ms))
+            .filter(|known| known.is_routable() && known.health.is_ready(&self.rules, now_ms))
             .count()
     }
 
-    /// All instances, in flag order.
+    /// All instances, in the order of their indexes.
     pub fn view(&self, now_ms: u64) -> Vec<InstanceView> {
-        let mut views: Vec<InstanceView> = self
-            .instances
+        self.instances
             .iter()
-            .map(|instance| InstanceView {
-                spec: instance.spec.clone(),
-                in_flight_by_rank: vec![0; instance.spec.dp as usize],
-                state: instance.health.state(),
-                ready: instance.health.is_ready(&self.rules, now_ms),
+            .map(|known| InstanceView {
+                index: known.index,
+                spec: known.spec.clone(),
+                in_flight_by_rank: known.in_flight.clone(),
+                state: known.health.state(),
+                ready: known.health.is_ready(&self.rules, now_ms),
+                kept: known.kept,
+                standing: known.standing,
+                routable: known.is_routable(),
             })
-            .collect();
-        for slot in &self.slots {
-            views[slot.instance.0].in_flight_by_rank[slot.rank as usize] = slot.in_flight;
-        }
-        views
+            .collect()
     }
 }
 

@@ -118,6 +118,94 @@ fn avoid_holds_unless_the_instance_is_the_only_one() {
 }
 
 #[test]
+fn instances_come_and_go_while_others_keep_their_counts_and_health() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[2, 1]);
+    let held: Vec<Picked> = (0..6).map(|_| pool.pick(None).expect("slots")).collect();
+    pool.on_connect_failed(InstanceIndex(1));
+    let spec = InstanceSpec {
+        url: "http://late:8000".to_owned(),
+        dp: 3,
+        rank0: 0,
+    };
+    let late = pool.add(spec.clone(), Trust::Given, Standing::Serving);
+    assert_eq!(late, InstanceIndex(2));
+    let counts = |pool: &Pool| -> Vec<Vec<u32>> {
+        let views = pool.view(0);
+        views
+            .into_iter()
+            .map(|view| view.in_flight_by_rank)
+            .collect()
+    };
+    assert_eq!(counts(&pool), [vec![2, 2], vec![2], vec![0, 0, 0]]);
+    assert_eq!(pool.state(InstanceIndex(1)), Some(HealthState::Suspect));
+
+    // Removed with legs in flight: they release nothing of any other.
+    assert!(pool.remove(InstanceIndex(0)));
+    assert!(!pool.remove(InstanceIndex(0)));
+    for leg in held.iter().filter(|leg| leg.instance == InstanceIndex(0)) {
+        assert!(!pool.release(leg.slot));
+    }
+    assert_eq!(counts(&pool), [vec![2], vec![0, 0, 0]]);
+    for leg in held.iter().filter(|leg| leg.instance == InstanceIndex(1)) {
+        pool.release(leg.slot);
+    }
+    assert_eq!(counts(&pool), [vec![0], vec![0, 0, 0]]);
+    // No number is given twice, not even the last one.
+    assert!(pool.remove(late));
+    assert_eq!(
+        pool.add(spec, Trust::Given, Standing::Serving),
+        InstanceIndex(3)
+    );
+    assert_eq!(pool.pick(None).expect("slots").instance, InstanceIndex(3));
+}
+
+#[test]
+fn a_registered_instance_takes_legs_from_its_first_answer_and_not_while_its_probe_fails() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[]);
+    let spec = InstanceSpec {
+        url: "http://late:8000".to_owned(),
+        dp: 1,
+        rank0: 0,
+    };
+    let late = pool.add(spec, Trust::Probed, Standing::Serving);
+    assert!(pool.pick(None).is_none());
+    assert!(pool.pick_at(late).is_none());
+    pool.on_probe_failed(late);
+    assert!(pool.pick(None).is_none(), "it has never answered");
+    pool.on_answer(late, 1);
+    assert!(pool.pick(None).is_some());
+    pool.on_connect_failed(late);
+    assert!(pool.pick(None).is_some(), "traffic alone takes nobody out");
+    for _ in 0..3 {
+        pool.on_probe_failed(late);
+    }
+    assert!(pool.pick(None).is_none());
+    assert_eq!(pool.ready_count(1), 0);
+}
+
+#[test]
+fn a_drained_instance_takes_no_leg_and_its_last_release_says_so() {
+    let mut pool = pool(PolicyKind::LeastLoaded, &[1, 1]);
+    let first = pool.pick_at(InstanceIndex(0)).expect("slots");
+    let second = pool.pick_at(InstanceIndex(0)).expect("slots");
+    pool.keep(InstanceIndex(0));
+    pool.set_standing(InstanceIndex(0), Standing::Drained);
+    for _ in 0..5 {
+        assert_eq!(pool.pick(None).expect("slots").instance, InstanceIndex(1));
+    }
+    // The one that is left is not avoided.
+    assert!(pool.pick(Some(InstanceIndex(1))).is_some());
+    assert_eq!(pool.routable(), [InstanceIndex(1)]);
+    assert!(!pool.release(first.slot));
+    assert!(!pool.release(second.slot), "its blocks are not read yet");
+    assert!(!pool.is_idle(InstanceIndex(0)));
+    assert!(pool.unkeep(InstanceIndex(0)));
+    assert!(pool.is_idle(InstanceIndex(0)));
+    pool.set_standing(InstanceIndex(0), Standing::Serving);
+    assert_eq!(pool.pick(None).expect("slots").instance, InstanceIndex(0));
+}
+
+#[test]
 fn health_follows_probes_and_ages() {
     let mut health = Health::default();
     assert_eq!(health.state(), HealthState::Unknown);

@@ -93,6 +93,11 @@ impl Client {
         self.raw(head.as_bytes()).await;
     }
 
+    pub(crate) async fn delete(&mut self, path: &str) {
+        let head = format!("DELETE {path} HTTP/1.1\r\nHost: proxy\r\n\r\n");
+        self.raw(head.as_bytes()).await;
+    }
+
     /// Reads more; false at the end of the connection, however it ended.
     async fn fill(&mut self) -> bool {
         let read = self.stream.read_buf(&mut self.buffer);

@@ -17,6 +17,7 @@ mod pd_flow;
 mod routes;
 mod streaming;
 mod together;
+mod workers;
 
 use std::time::Duration;
 
@@ -47,7 +48,11 @@ async fn proxy_with(mut settings: Settings, prefill: &[String], decode: &[String
     settings.health_interval_ms.get_or_insert(3_600_000);
     let config = Config::from_settings(settings).expect("a valid configuration");
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let proxy = Proxy::start(config, listener).expect("the proxy starts");
+    let admin = match config.admin_listen.is_some() {
+        true => Some(TcpListener::bind("127.0.0.1:0").await.expect("loopback")),
+        false => None,
+    };
+    let proxy = Proxy::start(config, listener, admin).expect("the proxy starts");
     // The first probe ends before the test begins: its verdict must not fall into it.
     let probed = |role| {
         let views = proxy.app.view(role);

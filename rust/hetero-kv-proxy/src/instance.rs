@@ -1,0 +1,170 @@
+//! One engine instance as the proxy knows it, from its registration to the end of its last leg.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::bootstrap::Bootstrap;
+use crate::config::Worker;
+use crate::connectors::PeerSpec;
+use crate::routing::{InstanceIndex, Role, Trust};
+use crate::sync::lock;
+use crate::upstream::{PoolLimits, Upstream};
+
+/// Why an instance takes no leg any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leave {
+    /// It was not heard of for its time to live.
+    Expired,
+    /// Another start of the engine, or other sizes, registered at its address.
+    Replaced,
+    /// An operator removes it.
+    Removed,
+    /// It is to serve the other role.
+    RoleChange,
+}
+
+impl Leave {
+    /// The word in logs and answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Expired => "expired",
+            Self::Replaced => "replaced",
+            Self::Removed => "removed",
+            Self::RoleChange => "role change",
+        }
+    }
+}
+
+/// Where an instance comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Registration {
+    /// The role that the worker names in its heartbeats, whatever an operator made of it.
+    pub told_role: Role,
+    /// Given by a flag: it never expires.
+    pub by_flag: bool,
+}
+
+/// One instance. Legs hold it, so that it outlives its removal for as long as one runs.
+#[derive(Debug)]
+pub struct Instance {
+    /// Its role.
+    pub role: Role,
+    /// Its number among those of its role.
+    pub index: InstanceIndex,
+    /// As it was given, to make another instance of it in the other role.
+    pub worker: Worker,
+    /// Its label in metrics.
+    pub label: Arc<str>,
+    /// Where its legs go.
+    pub upstream: Arc<Upstream>,
+    /// Where it comes from.
+    pub registration: Registration,
+    /// Its bootstrap server, where the connector has one.
+    pub(crate) bootstrap: Option<Bootstrap>,
+    /// One start of the engine, once the worker has told it.
+    engine_id: Mutex<Option<String>>,
+    ttl_ms: AtomicU64,
+    heard_ms: AtomicU64,
+    leave: Mutex<Option<Leave>>,
+    /// Cancelled when it is removed.
+    pub(crate) gone: CancellationToken,
+    /// Told when its last leg ended while it takes no others.
+    pub(crate) idle: Notify,
+}
+
+impl Instance {
+    /// An instance that is not in a pool yet: its index is not its own.
+    ///
+    /// # Errors
+    /// A URL that cannot be a `Host` header.
+    pub(crate) fn new(
+        role: Role,
+        worker: Worker,
+        registration: Registration,
+        limits: PoolLimits,
+        with_bootstrap: bool,
+    ) -> Result<Self, http::Error> {
+        let bootstrap = (with_bootstrap && role == Role::Prefill)
+            .then(|| Bootstrap::new(&worker.peer.bootstrap, limits))
+            .transpose()?;
+        Ok(Self {
+            role,
+            index: InstanceIndex(usize::MAX),
+            label: Arc::from(worker.spec.url.as_str()),
+            upstream: Upstream::new(worker.base.clone(), limits)?,
+            worker,
+            bootstrap,
+            registration,
+            engine_id: Mutex::new(None),
+            ttl_ms: AtomicU64::new(0),
+            heard_ms: AtomicU64::new(0),
+            leave: Mutex::new(None),
+            gone: CancellationToken::new(),
+            idle: Notify::new(),
+        })
+    }
+
+    /// The name of one registration of one instance in answers and logs; never given twice.
+    pub fn id(&self) -> String {
+        format!("{}-{}", self.role.name(), self.index.0)
+    }
+
+    /// What connectors know of it.
+    pub fn peer(&self) -> &PeerSpec {
+        &self.worker.peer
+    }
+
+    /// Which evidence it needs before it takes a leg.
+    pub(crate) fn trust(&self) -> Trust {
+        match self.registration.by_flag {
+            true => Trust::Given,
+            false => Trust::Probed,
+        }
+    }
+
+    /// Which start of the engine this is, where the worker has told it.
+    pub(crate) fn engine_id(&self) -> Option<String> {
+        lock(&self.engine_id).clone()
+    }
+
+    /// Whether a worker that tells this engine id, or none, is the start of the engine known here.
+    /// The first id that is told is believed.
+    pub(crate) fn is_start(&self, told: Option<&str>) -> bool {
+        let Some(told) = told else {
+            return true;
+        };
+        let mut known = lock(&self.engine_id);
+        known.get_or_insert_with(|| told.to_owned()) == told
+    }
+
+    /// A heartbeat came at `now_ms`; it is good for `ttl_ms`.
+    pub(crate) fn heard(&self, now_ms: u64, ttl_ms: u64) {
+        self.ttl_ms.store(ttl_ms, Ordering::Relaxed);
+        self.heard_ms.store(now_ms, Ordering::Relaxed);
+    }
+
+    /// When the last heartbeat came, and for how long it is good, in milliseconds.
+    pub(crate) fn last_heard(&self) -> (u64, u64) {
+        let heard = self.heard_ms.load(Ordering::Relaxed);
+        (heard, self.ttl_ms.load(Ordering::Relaxed))
+    }
+
+    /// Milliseconds until it expires; `None` for one that never does.
+    pub(crate) fn expires_in_ms(&self, now_ms: u64) -> Option<u64> {
+        let (heard, ttl) = self.last_heard();
+        let left = heard.saturating_add(ttl).saturating_sub(now_ms);
+        (!self.registration.by_flag).then_some(left)
+    }
+
+    /// Why it takes no leg any more, if so.
+    pub fn leave(&self) -> Option<Leave> {
+        *lock(&self.leave)
+    }
+
+    pub(crate) fn set_leave(&self, leave: Option<Leave>) {
+        *lock(&self.leave) = leave;
+    }
+}
