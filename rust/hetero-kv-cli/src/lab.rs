@@ -55,7 +55,6 @@ Examples:
 Exit codes: 0 all right; 1 a byte differed, a block stayed held, or a request failed that no fault
 explains; 2 usage, a pair that is refused, or a host that is too small.";
 
-/// Flags of `hetero-kv lab`.
 /// The connector's setting `transport`, but for `auto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum TransportFlag {
@@ -69,6 +68,7 @@ enum TransportFlag {
     Mori,
 }
 
+/// Flags of `hetero-kv lab`.
 #[derive(clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -224,7 +224,7 @@ fn lease_seconds(text: &str) -> Result<f64, String> {
 /// Runs the topology and prints what it found.
 pub(crate) fn run(args: &Args) -> anyhow::Result<Verdict> {
     let plan = config::Plan::new(args)?;
-    eprint!("{}", report::head(&plan));
+    output::tell(&report::head(&plan));
     let found = router::run(&plan)?;
     let text = if args.json {
         report::json(&found)?

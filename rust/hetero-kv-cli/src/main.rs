@@ -59,7 +59,7 @@ fn main() -> ExitCode {
         Ok(output::Verdict::Right) => ExitCode::SUCCESS,
         Ok(output::Verdict::Wrong) => ExitCode::from(1),
         Err(refusal) => {
-            eprintln!("hetero-kv {name}: {refusal:#}");
+            output::tell(&format!("hetero-kv {name}: {refusal:#}\n"));
             ExitCode::from(2)
         }
     }

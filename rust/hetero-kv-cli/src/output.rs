@@ -25,6 +25,12 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
+/// Writes to stderr, where a closed or full one (`2>&1 | head`) is no reason to end: what is told
+/// there is beside the answer, which has its own way out and the exit code.
+pub(crate) fn tell(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
 /// Rows of cells as columns under a head, left-aligned, two spaces apart, no trailing blanks.
 pub(crate) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {

@@ -81,10 +81,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<Verdict> {
         None => prompts::first_model(&client, &args.proxy, args.api_key.as_deref())?,
     };
     let before = read(&client, &engines)?;
-    eprintln!(
-        "hetero-kv verify: sending {} prompts of {} words for {model:?} to {}",
+    output::tell(&format!(
+        "hetero-kv verify: sending {} prompts of {} words for {model:?} to {}\n",
         args.prompts, args.words, args.proxy
-    );
+    ));
     let answers = prompts::send(
         &client,
         &prompts::Target {

@@ -13,7 +13,7 @@ use super::fault::Role;
 use super::ipc::Outcome;
 use super::span::Union;
 use super::trace::Agreement;
-use crate::output::{Verdict, columns};
+use crate::output::{self, Verdict, columns};
 
 /// Loads whose times are kept for the percentiles.
 const LOADS_KEPT_MAX: usize = 1 << 20;
@@ -201,7 +201,7 @@ pub(super) fn verdict(found: &Found) -> Verdict {
 /// The keys of `docs/lab.md`, and no others.
 pub(super) fn json(found: &Found) -> Result<String> {
     for fault in found.faults().iter().take(SHOWN_MAX) {
-        eprintln!("WRONG: {fault}");
+        output::tell(&format!("WRONG: {fault}\n"));
     }
     let reads: BTreeMap<String, u64> = found
         .reads_by_source
@@ -430,6 +430,7 @@ impl Progress {
 
     /// A line with the time in front.
     pub(super) fn say(&self, text: &str) {
-        eprintln!("{:8.1} s  {text}", self.begun.elapsed().as_secs_f64());
+        let at_s = self.begun.elapsed().as_secs_f64();
+        output::tell(&format!("{at_s:8.1} s  {text}\n"));
     }
 }
