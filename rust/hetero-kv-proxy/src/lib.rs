@@ -33,6 +33,7 @@ pub mod running;
 pub mod server;
 pub mod stream;
 mod sync;
+pub mod tell;
 mod together;
 pub mod upstream;
 pub mod workers;

@@ -37,7 +37,7 @@ fn block_on(threads: usize, tool: impl Future<Output = anyhow::Result<bool>>) ->
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("hetero-kv-proxy: {error:#}");
+            hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -60,7 +60,7 @@ fn with_config(
         Ok(config) => config,
         Err(error) => {
             for fault in error.0 {
-                eprintln!("hetero-kv-proxy: {fault}");
+                hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {fault}"));
             }
             return ExitCode::from(2);
         }
@@ -68,15 +68,14 @@ fn with_config(
     match then(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("hetero-kv-proxy: {error:#}");
+            hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {error:#}"));
             ExitCode::FAILURE
         }
     }
 }
 
 fn check(config: Config) -> anyhow::Result<()> {
-    print!("{}", config.to_toml()?);
-    Ok(())
+    hetero_kv_proxy::tell::answer(&config.to_toml()?)
 }
 
 fn serve(config: Config) -> anyhow::Result<()> {

@@ -256,10 +256,10 @@ async fn tell(round: Arc<Round>, begun: Instant) {
             let tally = lock(&round.tally);
             (tally.completed, tally.failures.count())
         };
-        eprintln!(
+        crate::tell::line(format_args!(
             "  {:.0} s: sent {sent}, completed {completed}, failed {failed}, in flight {}",
             begun.elapsed().as_secs_f64(),
             sent.saturating_sub(completed + failed),
-        );
+        ));
     }
 }

@@ -30,6 +30,7 @@ use tokio::time::Instant;
 
 use crate::config::BaseUrl;
 use crate::openai::Route;
+use crate::tell;
 use cli::BenchArgs;
 use client::{Client, Expect};
 use cpu::Watched;
@@ -48,7 +49,7 @@ const MODELS_TIMEOUT: Duration = Duration::from_secs(10);
 /// Nothing could be measured or compared, or the result not be written.
 pub async fn run(args: BenchArgs) -> anyhow::Result<bool> {
     if let Some([a, b]) = args.compare.as_deref() {
-        print!("{}", compare::compare(a, b)?);
+        tell::answer(&compare::compare(a, b)?)?;
         return Ok(true);
     }
     let (interrupt, stop) = watch::channel(false);
@@ -64,14 +65,14 @@ pub async fn run(args: BenchArgs) -> anyhow::Result<bool> {
     let report = measure(&args, stop).await?;
     match &args.json {
         Some(path) if path.as_os_str() == "-" => {
-            println!("{}", serde_json::to_string_pretty(&report)?);
+            tell::answer(&format!("{}\n", serde_json::to_string_pretty(&report)?))?;
         }
         Some(path) => {
             let text = serde_json::to_string_pretty(&report)?;
             std::fs::write(path, text).with_context(|| path.display().to_string())?;
-            print!("{}", report.table());
+            tell::answer(&report.table())?;
         }
-        None => print!("{}", report.table()),
+        None => tell::answer(&report.table())?,
     }
     Ok(report.is_complete())
 }
@@ -171,12 +172,12 @@ async fn one_round(
             );
         }
         if !failed.is_empty() {
-            eprintln!(
+            tell::line(format_args!(
                 "warm-up: {} of {} failed: {}",
                 tally.failures.count(),
                 tally.sent,
                 failed.join(", ")
-            );
+            ));
         }
     }
     let before = if watched.is_empty() {
@@ -192,12 +193,12 @@ async fn one_round(
         round.cpu = Some(CpuReport::between(before, watched.read()?, &tally));
     }
     if run.progress {
-        eprintln!(
+        tell::line(format_args!(
             "{}: completed {} of {}",
             round.label(),
             round.completed,
             round.sent
-        );
+        ));
     }
     Ok(round)
 }
@@ -219,9 +220,9 @@ fn warn_of_open_files(args: &BenchArgs) {
     if let Some(limit) = crate::run::raise_open_files()
         && limit < needed
     {
-        eprintln!(
+        tell::line(format_args!(
             "the limit of open files is {limit}, and {needed} may be needed: see `ulimit -Hn`"
-        );
+        ));
     }
 }
 

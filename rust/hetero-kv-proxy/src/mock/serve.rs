@@ -72,7 +72,7 @@ pub async fn accept(
                 });
             }
             Some((Err(error), _)) => {
-                eprintln!("hetero-kv-proxy mock: accept failed: {error}");
+                crate::tell::line(format_args!("hetero-kv-proxy mock: accept failed: {error}"));
                 sleep(ACCEPT_PAUSE).await;
             }
             None => return,

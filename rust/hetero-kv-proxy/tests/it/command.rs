@@ -69,6 +69,31 @@ fn the_environment_gives_what_flags_do_not() {
 }
 
 #[test]
+fn a_full_disk_and_a_reader_that_has_gone_change_no_exit_code() {
+    let full = || {
+        let file = std::fs::OpenOptions::new().write(true).open("/dev/full");
+        Stdio::from(file.expect("Linux has it"))
+    };
+    let good = ["check", "--prefill", "http://a:1", "--decode", "http://d:3"];
+    for (arguments, code) in [(&good[..], 0), (&["check", "--policy", "x"][..], 2)] {
+        let status = command()
+            .args(arguments)
+            .stdout(Stdio::null())
+            .stderr(full())
+            .status();
+        assert_eq!(status.expect("it runs").code(), Some(code));
+    }
+    // The answer itself has nowhere to go.
+    let output = run(command().args(good).stdout(full()));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("writing to stdout"));
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = run(command().args(good).stdout(writer));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
 fn an_address_in_use_is_exit_1() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = taken.local_addr().expect("address").to_string();
