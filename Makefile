@@ -126,6 +126,7 @@ deny: ## Licences, sources and banned crates of all that is linked (needs cargo-
 .PHONY: bench
 bench: install-env ## Benchmarks; what each answers is in benches/README.md
 	$(call stage,bench of the planner,cargo bench --locked -p hetero-kv-core --bench plan)
+	$(call stage,bench of the proxy's decision,cargo bench --locked -p hetero-kv-proxy --bench decision)
 	$(call stage,benches,(worst=0; for bench in benches/*.py; do \
 		"$(ENV_PYTHON)" "$$bench" $(ARGS) || worst=$$?; done; exit $$worst))
 

@@ -13,7 +13,7 @@ use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels};
 use crate::probe;
 use crate::routing::{
     HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, SlotId, Standing,
-    policy::PolicyKind,
+    policy::{PolicyKind, RequestKey},
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -257,9 +257,14 @@ impl App {
         self.metrics.fallbacks.get_or_create(&labels).inc();
     }
 
-    /// Chooses a slot; `None` when no instance of the role takes legs.
-    pub fn pick(self: &Arc<Self>, role: Role, avoid: Option<InstanceIndex>) -> Option<SlotLease> {
-        self.lease(role, |pool| pool.pick(avoid))
+    /// Chooses a slot for a request with these keys; `None` when no instance of the role takes legs.
+    pub fn pick(
+        self: &Arc<Self>,
+        role: Role,
+        avoid: Option<InstanceIndex>,
+        key: &RequestKey,
+    ) -> Option<SlotLease> {
+        self.lease(role, |pool| pool.pick(avoid, key))
     }
 
     /// Takes a slot of one instance; `None` when it takes no legs.

@@ -100,7 +100,7 @@ settings! {
     /// KV connector of the engines: hetero, none (decode alone), nixl, mooncake, moriio-read or moriio-write [default: hetero]
     #[arg(value_name = "NAME")]
     connector: String, "HETERO_KV_PROXY_CONNECTOR";
-    /// How slots are chosen: round-robin or least-loaded [default: round-robin]
+    /// How slots are chosen: round-robin, least-loaded, power-of-two, consistent-hash or prefix-aware [default: round-robin]
     #[arg(value_name = "POLICY")]
     policy: String, "HETERO_KV_PROXY_POLICY";
     /// Policy of the prefill leg, instead of --policy
@@ -109,6 +109,12 @@ settings! {
     /// Policy of the decode leg, instead of --policy
     #[arg(value_name = "POLICY")]
     decode_policy: String, "HETERO_KV_PROXY_DECODE_POLICY";
+    /// consistent-hash: header by whose value requests belong together; empty for none [default: x-session-id]
+    #[arg(value_name = "HEADER")]
+    hash_header: String, "HETERO_KV_PROXY_HASH_HEADER";
+    /// consistent-hash: without that header, bytes of the prompt's beginning by which they do; 0 for none [default: 256]
+    #[arg(value_name = "BYTES")]
+    hash_prompt_bytes: usize, "HETERO_KV_PROXY_HASH_PROMPT_BYTES";
     /// When prefill answers without kv_transfer_params: fail (502) or recompute on decode [default: fail]
     #[arg(value_name = "fail|recompute")]
     on_missing_kv: String, "HETERO_KV_PROXY_ON_MISSING_KV";

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use http::{HeaderValue, Request as HttpRequest};
+use http::{HeaderMap, HeaderValue, Request as HttpRequest};
 use hyper::body::Incoming;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
@@ -21,7 +21,9 @@ use crate::legs::{
 };
 use crate::openai::Route;
 use crate::openai::error::ApiError;
+use crate::openai::request::Request;
 use crate::openai::response::{Ended, ended, kv_transfer_params};
+use crate::routing::policy::{KeyParts, RequestKey};
 use crate::routing::{AfterPrefill, Flow, Role};
 use crate::running::{Running, aborted};
 use crate::stream::{DecodeStream, outcome_of};
@@ -94,11 +96,13 @@ async fn run(
     }
     let connector = app.config.connector;
     let alone = request.runs_alone(connector.shares_transfer());
+    let headers = headers::for_legs(head.headers, random_hex)?;
     let call = Arc::new(Call {
         app: Arc::clone(app),
         route,
+        key: request_key(app, &request, &headers),
         request,
-        headers: headers::for_legs(head.headers, random_hex)?,
+        headers,
         written: Written::default(),
     });
     let order = match (alone, connector.order()) {
@@ -122,6 +126,23 @@ async fn run(
         request_id: call.request_id().cloned(),
         written: call.written.clone(),
         deadline,
+    })
+}
+
+/// What the policies go by, where one of them reads it.
+fn request_key(app: &App, request: &Request, headers: &HeaderMap) -> RequestKey {
+    let config = &app.config;
+    if !config.prefill_policy.reads_key() && !config.decode_policy.reads_key() {
+        return RequestKey::default();
+    }
+    let session = config.hash_header.as_ref();
+    RequestKey::new(&KeyParts {
+        model: request.model(),
+        prompt: request.prompt(),
+        session: session
+            .and_then(|name| headers.get(name))
+            .map(HeaderValue::as_bytes),
+        prompt_bytes: config.hash_prompt_bytes,
     })
 }
 

@@ -3,6 +3,8 @@
 use std::fmt::Display;
 use std::time::Duration;
 
+use http::HeaderName;
+
 use crate::cli::{Invocation, Settings};
 use crate::connectors::{self, Connector, Order};
 use crate::routing::policy::PolicyKind;
@@ -46,6 +48,10 @@ pub struct Config {
     pub prefill_policy: PolicyKind,
     /// Policy of the decode leg.
     pub decode_policy: PolicyKind,
+    /// Header by whose value requests belong together.
+    pub hash_header: Option<HeaderName>,
+    /// Bytes of the prompt's beginning by which requests without that header belong together.
+    pub hash_prompt_bytes: usize,
     /// What a prefill answer without a KV handle leads to.
     pub on_missing_kv: OnMissingKv,
     /// Longest wait for a connection to an engine.
@@ -92,7 +98,7 @@ pub struct Config {
 }
 
 /// Policies that the command line names beyond [`PolicyKind::ALL`].
-const POLICIES_TO_COME: [&str; 4] = ["power-of-two", "consistent-hash", "prefix-aware", "auto"];
+const POLICIES_TO_COME: [&str; 1] = ["auto"];
 /// A larger file is no configuration.
 const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;
 const DAY_S: u64 = 86_400;
@@ -171,6 +177,7 @@ impl Config {
         let decode_policy = fill(&mut resolved.decode_policy, policy);
         let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
         let decode_policy = faults.policy("--decode-policy", &decode_policy);
+        let hash_header = faults.header("--hash-header", &mut resolved.hash_header, "x-session-id");
         let on_missing_kv = match fill(&mut resolved.on_missing_kv, "fail".to_owned()).as_str() {
             "fail" => OnMissingKv::Fail,
             "recompute" => OnMissingKv::Recompute,
@@ -259,6 +266,13 @@ impl Config {
             1,
             1_000,
         );
+        let hash_prompt_bytes = faults.range(
+            "--hash-prompt-bytes",
+            &mut r.hash_prompt_bytes,
+            256,
+            0,
+            1 << 20,
+        );
         let threads = faults.range("--threads", &mut r.threads, 0, 0, 1_024);
 
         if !faults.0.is_empty() {
@@ -272,6 +286,8 @@ impl Config {
             decode,
             prefill_policy,
             decode_policy,
+            hash_header,
+            hash_prompt_bytes,
             on_missing_kv,
             connect_timeout,
             request_timeout,
@@ -370,6 +386,26 @@ impl Faults {
             self.add(fault);
         }
         PolicyKind::RoundRobin
+    }
+
+    /// The name of a header of the client's; `None` for an empty one.
+    fn header(
+        &mut self,
+        flag: &str,
+        slot: &mut Option<String>,
+        default: &str,
+    ) -> Option<HeaderName> {
+        let name = fill(slot, default.to_owned());
+        if name.is_empty() {
+            return None;
+        }
+        let header = name.parse().ok();
+        if header.is_none() {
+            self.add(format!(
+                "{flag} {name}: must be the name of a header, or empty"
+            ));
+        }
+        header
     }
 
     fn workers(&mut self, flag: &str, given: Option<&[String]>) -> Vec<Worker> {

@@ -17,6 +17,7 @@ use crate::metrics::RoleLabels;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
+use crate::routing::policy::RequestKey;
 use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, Role};
 use crate::upstream::{self, LegBody, SendError, Written};
 
@@ -40,6 +41,7 @@ pub(crate) struct Call {
     pub(crate) route: Route,
     pub(crate) request: Request,
     pub(crate) headers: HeaderMap,
+    pub(crate) key: RequestKey,
     pub(crate) written: Written,
 }
 
@@ -50,7 +52,7 @@ impl Call {
         role: Role,
         avoid: Option<InstanceIndex>,
     ) -> Result<SlotLease, ApiError> {
-        self.app.pick(role, avoid).ok_or_else(|| {
+        self.app.pick(role, avoid, &self.key).ok_or_else(|| {
             let message = format!(
                 "no {} engine is there that answers its probe and is not drained",
                 role.name()

@@ -17,6 +17,7 @@ use crate::headers;
 use crate::legs::{random_hex, read_answer};
 use crate::openai::error::ApiError;
 use crate::openai::request::refuse_params;
+use crate::routing::policy::RequestKey;
 use crate::routing::{InstanceIndex, Role};
 use crate::running::{Running, aborted};
 use crate::stream::outcome_of;
@@ -108,7 +109,7 @@ struct Sent {
 async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<Answer>> {
     let mut untried: Vec<InstanceIndex> = app.routable(Role::Decode);
     let mut refusal = None;
-    let mut next = app.pick(Role::Decode, None);
+    let mut next = app.pick(Role::Decode, None, &RequestKey::default());
     while let Some(lease) = next {
         let instance = lease.picked.instance;
         untried.retain(|known| *known != instance);

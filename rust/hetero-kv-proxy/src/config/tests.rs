@@ -55,6 +55,10 @@ fn every_fault_is_told_at_once() {
         "auto",
         "--decode-policy",
         "fastest",
+        "--hash-header",
+        "x user",
+        "--hash-prompt-bytes",
+        "2000000",
         "--requests-max",
         "0",
         "--log-format",
@@ -66,12 +70,14 @@ fn every_fault_is_told_at_once() {
         "--prefill http://p:1,dp=0: dp must be 1 to 1024, not `0`",
         "--prefill ftp://p: a URL begins with http://",
         "--decode: at least one instance is needed, or --admin-listen",
-        "--policy auto: not available yet in this build; available: round-robin, least-loaded; \
-         not yet: power-of-two, consistent-hash, prefix-aware, auto",
+        "--policy auto: not available yet in this build; available: round-robin, least-loaded, \
+         power-of-two, consistent-hash, prefix-aware; not yet: auto",
         "--decode-policy fastest: unknown; one of round-robin, least-loaded, power-of-two, \
          consistent-hash, prefix-aware, auto",
+        "--hash-header x user: must be the name of a header, or empty",
         "--log-format xml: must be text or json",
         "--requests-max 0: must be 1 to 1000000",
+        "--hash-prompt-bytes 2000000: must be 0 to 1048576",
     ];
     assert_eq!(faults, want);
 }
@@ -193,6 +199,15 @@ fn what_check_prints_is_a_configuration_that_resolves_to_itself() {
     assert_eq!(again.decode_policy, PolicyKind::LeastLoaded);
     assert_eq!(again.prefill_policy, PolicyKind::RoundRobin);
     assert_eq!(again.body_bytes_max, 1000);
+}
+
+#[test]
+fn requests_belong_together_by_a_header_unless_there_is_none() {
+    let default = resolve(&PAIR).expect("valid");
+    assert_eq!(default.hash_header.expect("a header"), "x-session-id");
+    let mut args = PAIR.to_vec();
+    args.extend(["--hash-header", ""]);
+    assert_eq!(resolve(&args).expect("valid").hash_header, None);
 }
 
 #[test]

@@ -195,6 +195,27 @@ impl Request {
         })
     }
 
+    /// The raw value of `model`; empty where there is none.
+    pub fn model(&self) -> &[u8] {
+        self.raw("model")
+    }
+
+    /// The raw value of what the engine computes first, as the client sent it: `prompt`, `messages`
+    /// or `input`; empty where there is none.
+    pub fn prompt(&self) -> &[u8] {
+        self.raw(match self.route {
+            Route::Completions => "prompt",
+            Route::ChatCompletions => "messages",
+            Route::Responses => "input",
+        })
+    }
+
+    /// Routing may look away where the engine has to judge: a member sent twice reads as absent.
+    fn raw(&self, name: &str) -> &[u8] {
+        let found = self.object.find(&self.body, name).ok().flatten();
+        found.map_or(&[], |range| &self.body[range])
+    }
+
     /// Whether `prompt` is a list of several prompts.
     pub fn is_batch(&self) -> bool {
         self.first_prompt.is_some()

@@ -1,6 +1,6 @@
 //! The instances of one role as they come and go, their slots, and who is serving what.
 
-use super::policy::{Candidate, Policy, PolicyKind};
+use super::policy::{Candidate, Policy, PolicyKind, RequestKey, slot_identity};
 use super::{Health, HealthRules, HealthState, InstanceIndex};
 
 /// One instance as configured.
@@ -112,6 +112,8 @@ struct Slot {
     /// Position in [`Pool::instances`].
     at: usize,
     rank: u32,
+    /// Of the engine and the rank, whatever else comes or goes.
+    identity: u64,
 }
 
 /// The slots of one role. The unit of choice is (instance, DP rank), so an instance with more
@@ -177,8 +179,13 @@ impl Pool {
     fn order_slots(&mut self) {
         self.slots.clear();
         for (at, instance) in self.instances.iter().enumerate() {
+            let url = &instance.spec.url;
             let ranks = 0..instance.spec.dp;
-            self.slots.extend(ranks.map(|rank| Slot { at, rank }));
+            self.slots.extend(ranks.map(|rank| Slot {
+                at,
+                rank,
+                identity: slot_identity(url, rank),
+            }));
         }
         let instances = &self.instances;
         // Rank r of dp sits at (2r+1)/(2dp) of the round.
@@ -230,12 +237,13 @@ impl Pool {
             .is_none_or(|at| self.instances[at].is_idle())
     }
 
-    /// Chooses a slot and counts it as in flight; `None` when no instance takes legs.
+    /// Chooses a slot for a request with these keys and counts it as in flight; `None` when no
+    /// instance takes legs.
     ///
     /// Instances of the best health present share the load; `avoid` is left out as long as another
     /// instance exists. With every instance unhealthy one is still tried, where [`Trust`] allows:
     /// a wrong verdict must not turn into an outage.
-    pub fn pick(&mut self, avoid: Option<InstanceIndex>) -> Option<Picked> {
+    pub fn pick(&mut self, avoid: Option<InstanceIndex>, key: &RequestKey) -> Option<Picked> {
         let routable = |known: &&Instance| known.is_routable();
         let others = |known: &Instance| avoid != Some(known.index);
         let avoid = match self.instances.iter().filter(routable).any(others) {
@@ -256,11 +264,12 @@ impl Pool {
                 self.candidates.push(Candidate {
                     slot: position,
                     in_flight: known.in_flight[slot.rank as usize],
+                    identity: slot.identity,
                 });
             }
         }
-        let chosen = self.candidates[self.policy.choose(&self.candidates)].slot;
-        let Slot { at, rank } = self.slots[chosen];
+        let chosen = self.candidates[self.policy.choose(&self.candidates, key)].slot;
+        let Slot { at, rank, .. } = self.slots[chosen];
         Some(self.take(at, rank))
     }
 

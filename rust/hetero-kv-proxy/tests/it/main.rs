@@ -14,6 +14,7 @@ mod failures;
 mod limits;
 mod mock;
 mod pd_flow;
+mod policies;
 mod routes;
 mod streaming;
 mod together;

@@ -1,6 +1,6 @@
 //! The slot with the fewest legs in flight.
 
-use super::{Candidate, Policy};
+use super::{Candidate, Policy, RequestKey};
 
 /// Fewest legs in flight; the search starts one further each time, so that ties go round.
 #[derive(Debug, Default)]
@@ -9,12 +9,10 @@ pub struct LeastLoaded {
 }
 
 impl Policy for LeastLoaded {
-    fn choose(&mut self, candidates: &[Candidate]) -> usize {
-        let count = candidates.len();
-        let start = self.turn % count;
+    fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
+        let start = self.turn % candidates.len();
         let mut best = start;
-        for step in 1..count {
-            let at = (start + step) % count;
+        for at in (start + 1..candidates.len()).chain(0..start) {
             if candidates[at].in_flight < candidates[best].in_flight {
                 best = at;
             }

@@ -1,9 +1,23 @@
 //! How one slot is chosen among those that may serve a leg.
 
+mod consistent_hash;
+mod hash;
+mod key;
 mod least_loaded;
+mod load;
+mod power_of_two;
+mod prefix_aware;
 mod round_robin;
 
+#[cfg(test)]
+mod tests;
+
+pub use consistent_hash::ConsistentHash;
+pub use key::{KeyParts, PREFIX_BYTES_MAX, PREFIX_BYTES_MIN, PREFIX_LEVELS, RequestKey};
 pub use least_loaded::LeastLoaded;
+pub use load::{LEGS_FREE, load_cap};
+pub use power_of_two::PowerOfTwo;
+pub use prefix_aware::PrefixAware;
 pub use round_robin::RoundRobin;
 
 /// One slot that may be chosen.
@@ -13,14 +27,22 @@ pub struct Candidate {
     pub slot: usize,
     /// Legs that this slot is serving.
     pub in_flight: u32,
+    /// Who the slot is, whatever its position: see [`slot_identity`].
+    pub identity: u64,
+}
+
+/// A number for one DP rank of one engine, the same in every proxy that knows the engine by this
+/// URL and whatever other engines there are.
+pub fn slot_identity(url: &str, rank: u32) -> u64 {
+    hash::hash(u64::from(rank), url.as_bytes())
 }
 
 /// A way to choose among slots. One policy object serves one role, so that its counter runs over
 /// all slots of that role and of no other.
 pub trait Policy: Send + std::fmt::Debug {
-    /// Position in `candidates` of the chosen one. `candidates` is never empty, and its order is
-    /// the order of the pool's slots.
-    fn choose(&mut self, candidates: &[Candidate]) -> usize;
+    /// Position in `candidates` of the chosen one, for a request with these keys. `candidates` is
+    /// never empty, and its order is the order of the pool's slots.
+    fn choose(&mut self, candidates: &[Candidate], key: &RequestKey) -> usize;
 }
 
 /// The policies of this build, by the name that the command line uses.
@@ -30,17 +52,40 @@ pub enum PolicyKind {
     RoundRobin,
     /// The slot with the fewest legs in flight; ties in turn.
     LeastLoaded,
+    /// The less loaded of two slots drawn at random.
+    PowerOfTwo,
+    /// One slot for each session, or beginning of a prompt, while its load is within bounds.
+    ConsistentHash,
+    /// The slot that served the longest beginning of the prompt, while its load is within bounds.
+    PrefixAware,
 }
 
 impl PolicyKind {
     /// Every kind, in the order of the help text.
-    pub const ALL: [Self; 2] = [Self::RoundRobin, Self::LeastLoaded];
+    pub const ALL: [Self; 5] = [
+        Self::RoundRobin,
+        Self::LeastLoaded,
+        Self::PowerOfTwo,
+        Self::ConsistentHash,
+        Self::PrefixAware,
+    ];
 
     /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::RoundRobin => "round-robin",
             Self::LeastLoaded => "least-loaded",
+            Self::PowerOfTwo => "power-of-two",
+            Self::ConsistentHash => "consistent-hash",
+            Self::PrefixAware => "prefix-aware",
+        }
+    }
+
+    /// Whether the policy looks at the [`RequestKey`], which is otherwise not worth making.
+    pub fn reads_key(self) -> bool {
+        match self {
+            Self::RoundRobin | Self::LeastLoaded | Self::PowerOfTwo => false,
+            Self::ConsistentHash | Self::PrefixAware => true,
         }
     }
 
@@ -49,6 +94,9 @@ impl PolicyKind {
         match self {
             Self::RoundRobin => Box::new(RoundRobin::default()),
             Self::LeastLoaded => Box::new(LeastLoaded::default()),
+            Self::PowerOfTwo => Box::new(PowerOfTwo::default()),
+            Self::ConsistentHash => Box::new(ConsistentHash::default()),
+            Self::PrefixAware => Box::new(PrefixAware::default()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Each slot in turn.
 
-use super::{Candidate, Policy};
+use super::{Candidate, Policy, RequestKey};
 
 /// One counter over the slots that may be chosen.
 ///
@@ -12,7 +12,7 @@ pub struct RoundRobin {
 }
 
 impl Policy for RoundRobin {
-    fn choose(&mut self, candidates: &[Candidate]) -> usize {
+    fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
         let chosen = self.turn % candidates.len();
         self.turn = self.turn.wrapping_add(1);
         chosen
