@@ -82,7 +82,8 @@ async fn prefix_aware_keeps_a_conversation_on_the_engine_that_has_it() {
     let p = [&p0, &p1];
     let proxy = proxy_with(settings("prefix-aware"), &urls(&p), &urls(&[&d])).await;
     let mut talks: Vec<(String, usize)> = Vec::new();
-    for talk in 0..4 {
+    // An odd number: taking turns would not bring each back to its engine.
+    for talk in 0..3 {
         let said = format!(r#"{{"role":"user","content":"{talk}{}"}}"#, "a".repeat(150));
         let body = format!(r#"{{"model":"m","messages":[{said}]}}"#);
         let home = lands(proxy.address, &p, CHAT, &[], &body).await;
@@ -90,7 +91,7 @@ async fn prefix_aware_keeps_a_conversation_on_the_engine_that_has_it() {
     }
     // New conversations are shared out.
     let homes: Vec<usize> = talks.iter().map(|(_, home)| *home).collect();
-    assert_eq!(homes.iter().sum::<usize>(), 2, "{homes:?}");
+    assert!(homes.contains(&0) && homes.contains(&1), "{homes:?}");
     for turn in 0..5 {
         for (said, home) in &mut talks {
             said.push_str(&format!(
