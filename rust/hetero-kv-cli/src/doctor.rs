@@ -52,7 +52,7 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Between two hosts, on the prefill one: stands in for an engine until `check` has been run
+    /// Between two hosts, on the prefill one: stands in for an engine, for --seconds or until Ctrl-C
     Listen(listen::Args),
     /// Between two hosts, on the decode one: dials what `listen` advertises, as an engine would
     Check(peer::Args),

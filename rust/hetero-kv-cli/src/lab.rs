@@ -52,8 +52,8 @@ Examples:
     hetero-kv lab --prefill dp=1,tp=8 --decode dp=8,tp=1 --kv mla:576 --requests 256 \\
         --transport tcp --fault slow-prefill@0=50 [--policy fixed]
 
-Exit codes: 0 all right; 1 a byte differed, a block stayed held, or a request failed that no fault
-explains; 2 usage, a pair that is refused, or a host that is too small.";
+Exit codes: 0 all right; 1 a byte differed, a block stayed held, a request failed that no fault
+explains, or a corrupt fault never came due; 2 usage, a pair that is refused, or a host that is too small.";
 
 /// The connector's setting `transport`, but for `auto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -173,6 +173,13 @@ impl Found {
         unless_zero(self.never_ended, "requests never ended");
         unless_zero(self.unexplained, "requests failed while nothing was broken");
         faults.extend(self.violations.iter().chain(&self.breaches).cloned());
+        // A control that was not planted shows nothing, least of all that bytes are compared.
+        let controls = self.not_due.iter().filter(|it| it.starts_with("corrupt"));
+        faults.extend(controls.map(|it| {
+            format!(
+                "the negative control {it} was not planted; give its time as a share, as in @0.5"
+            )
+        }));
         faults
     }
 

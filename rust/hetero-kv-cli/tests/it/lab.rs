@@ -385,6 +385,18 @@ fn corrupted_bytes_are_counted_and_exit_1() {
 }
 
 #[test]
+fn a_negative_control_that_was_never_planted_does_not_pass() {
+    let (run, _) = lab(&format!(
+        "--prefill dp=1,tp=1 --decode dp=1,tp=1 {MLA} --requests 5 --fault corrupt-prefill@600s"
+    ));
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert!(
+        run.stderr
+            .contains("corrupt-prefill:0@600s was not planted")
+    );
+}
+
+#[test]
 fn without_acknowledgements_leases_end_by_time() {
     let begun = Instant::now();
     let found = lab(&format!(
