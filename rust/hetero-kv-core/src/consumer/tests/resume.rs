@@ -56,6 +56,30 @@ fn a_granted_lease_outlives_its_connection_and_is_renewed_on_the_next() {
     assert_eq!(pair.count_sent(|m| matches!(m, Message::Ack(_))), 1);
 }
 
+/// The second try's two seconds are over long before the next dial, which has time of its own.
+#[test]
+fn a_break_that_was_mended_leaves_no_haste_for_the_next_dial() {
+    let mut pair = Pair::new(1, 1);
+    paired(&mut pair, 1);
+    assert!(pair.admit("d1", 0) > 0);
+    pair.step();
+    pair.cut();
+    pair.run(secs(1));
+    read_out(&mut pair, "d1");
+    pair.run(RESUME_MAX);
+    pair.cut();
+    pair.run(secs(1));
+    assert_eq!(pair.consumers[0].peers_ready(), 0, "nobody needs it");
+    // The way there is slow.
+    pair.latency = ms(100);
+    let params = pair.prefill("p2", transfer(2), prompt(2), 40);
+    pair.arrive("d2", &params);
+    pair.run(secs(1));
+    assert!(pair.admit("d2", 0) > 0);
+    pair.step();
+    read_out(&mut pair, "d2");
+}
+
 #[test]
 fn a_claim_without_an_answer_is_asked_anew() {
     let mut pair = Pair::new(1, 1);
