@@ -12,16 +12,25 @@ use super::report::{HETERO_KV, Report, doctor, quick_line, skip, words_of};
 const LIBRARY: &str = "HETERO_KV_LIBIBVERBS";
 const FAULTS: &str = "HKV_VERBS_FAULTS";
 
+/// A library of C, made under a name of its own and then put in place at once: the tests of this
+/// file run as processes beside each other, and none may load what another is still writing.
 fn compiled(name: &str, sources: &[PathBuf]) -> Option<PathBuf> {
-    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let own = tempfile::Builder::new()
+        .prefix(name)
+        .tempfile_in(folder)
+        .expect("a file")
+        .into_temp_path();
     let gcc = Command::new("gcc")
         .args(["-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-o"])
-        .arg(&library)
+        .arg(&own)
         .args(sources)
         .output()
         .ok()?;
     let said = String::from_utf8_lossy(&gcc.stderr);
     assert!(gcc.status.success(), "{said}");
+    let library = folder.join(name);
+    own.persist(&library).expect("put in place");
     Some(library)
 }
 
