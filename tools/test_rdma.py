@@ -273,7 +273,7 @@ DOUBLE = ROOT / "tests" / "doubles" / "verbs"
 
 # As `tests/doubles/verbs/faults.c` takes them.
 INJECTED = (
-    "read=retry:after=20",
+    "read=retry:after=60",
     "read=access:after=30:count=1",
     "read=flush:after=15:count=2",
     "read=fatal:after=25:count=1",
