@@ -273,7 +273,7 @@ def written(
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "day": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {os.uname().release}",
+        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {os.uname().release.partition('-')[0]}",
         "load": [min(load), max(load)],
         "rounds": max(len(measured) for measured in found.values()),
         "found": [
