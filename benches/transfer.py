@@ -271,9 +271,10 @@ def written(
 ) -> dict[str, Any]:
     """The run as `--json` has it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    kernel = os.uname().release.partition("-")[0]
     return {
         "day": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {os.uname().release.partition('-')[0]}",
+        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, Linux {kernel}",
         "load": [min(load), max(load)],
         "rounds": max(len(measured) for measured in found.values()),
         "found": [
