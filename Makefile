@@ -97,6 +97,10 @@ test-rdma: env wheel ## The RDMA transport on Soft-RoCE in a small machine, and 
 sanitize: ## Tests under AddressSanitizer, ThreadSanitizer and Miri (needs a nightly toolchain)
 	$(call stage,sanitize,python3 tools/sanitize.py $(ARGS))
 
+.PHONY: fuzz
+fuzz: ## The proxy's parsers under libFuzzer, a minute each (needs a nightly toolchain and g++)
+	$(call stage,fuzz,python3 tools/fuzz.py $(ARGS))
+
 .PHONY: sim
 sim: ## Simulate clusters: SEEDS=100000 FROM=0 for more seeds than the tests run
 	$(call stage,simulator,cargo run --release --locked --quiet -p hetero-kv-sim -- \

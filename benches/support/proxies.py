@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from peer_wheels import VLLM_ROUTER_PIN, WheelError, unpacked
+
 from hetero_kv.demo.engines import HOST, free_port, http_get
 from hetero_kv.demo.processes import GuardedProcess
 
-VLLM_ROUTER_PIN = "vllm-router==0.1.17"
 START_TIMEOUT_S = 60.0
 WORKERS_EACH = 2
 SYSTEM_MODULES = Path("/usr/lib/nginx/modules")
@@ -252,25 +253,11 @@ def vllm_router(behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
         command += ["--prefill", url]
     for url in behind.decode:
         command += ["--decode", url]
-    env = {"PYTHONPATH": str(vllm_router_folder())}
+    try:
+        env = {"PYTHONPATH": str(unpacked(VLLM_ROUTER_PIN, dependencies=True))}
+    except WheelError as error:
+        raise MissingError(str(error)) from error
     return served("vllm-router", pinned(cpus, command), port, folder, env)
-
-
-def vllm_router_folder() -> Path:
-    """Its wheel and what that needs, under the cache; not installed into any environment."""
-    cache = os.environ.get("HETERO_KV_CACHE", "")
-    root = Path(cache).expanduser() if cache else Path.home() / ".cache" / "hetero_kv"
-    folder = root / VLLM_ROUTER_PIN.replace("==", "-")
-    done = folder / ".installed"
-    if not done.is_file():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade"]
-        command += ["--disable-pip-version-check", "--target", str(folder), VLLM_ROUTER_PIN]
-        result = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
-        if result.returncode != 0:
-            last = result.stderr.strip().splitlines()[-1:] or [f"status {result.returncode}"]
-            raise MissingError(f"pip cannot install {VLLM_ROUTER_PIN}: {last[0]}")
-        done.touch()
-    return folder
 
 
 def served(

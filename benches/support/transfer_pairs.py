@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peer_wheels import NIXL_PIN, WheelError, unpacked
+
 from . import kernel
 
 ROOT = Path(__file__).resolve().parents[2]
-NIXL_PIN = "nixl-cu12==1.5.1"
 MOONCAKE_PIN = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 # What its wheel imports.
 MOONCAKE_NEEDS = ("aiohttp", "requests", "msgpack")
@@ -150,19 +151,11 @@ def cases(executable: str) -> dict[str, dict[str, Any]]:
     return {case["name"]: case for case in listed}
 
 
-def unpacked(pin: str, package: str, *needs: str) -> Path:
-    """A wheel, unpacked under the cache; not installed into any environment."""
-    cache = os.environ.get("HETERO_KV_CACHE", "")
-    root = Path(cache).expanduser() if cache else Path.home() / ".cache" / "hetero_kv"
-    folder = root / pin.replace("==", "-")
-    if not (folder / package).is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--disable-pip-version-check", "--target", str(folder), pin, *needs]
-        try:
-            subprocess.run(command, check=True)
-        except subprocess.CalledProcessError as error:
-            raise PairError(f"pip cannot install {pin}: status {error.returncode}") from error
-    return folder
+def wheel(pin: str, *needs: str) -> Path:
+    try:
+        return unpacked(pin, *needs)
+    except WheelError as error:
+        raise PairError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -178,7 +171,7 @@ def ours(executable: str, mib: int) -> Iterator[Pair]:
 def nixl(mib: int, transports: str = "") -> Iterator[Pair]:
     """`transports` is UCX_TLS; empty for UCX's own choice."""
     env = {"UCX_TLS": transports} if transports else {}
-    folder = unpacked(NIXL_PIN, "nixl_cu12")
+    folder = wheel(NIXL_PIN)
     name = f"nixl {transports}".strip()
     with python_pair(name, "nixl_peer", mib, env, folder) as pair:
         yield pair
@@ -186,7 +179,7 @@ def nixl(mib: int, transports: str = "") -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def mooncake(mib: int) -> Iterator[Pair]:
-    folder = unpacked(MOONCAKE_PIN, "mooncake", *MOONCAKE_NEEDS)
+    folder = wheel(MOONCAKE_PIN, *MOONCAKE_NEEDS)
     with python_pair("mooncake", "mooncake_peer", mib, {"MC_FORCE_TCP": "1"}, folder) as pair:
         yield pair
 

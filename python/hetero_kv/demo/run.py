@@ -203,12 +203,16 @@ def make_setup(
 
 @contextlib.contextmanager
 def proxy(
-    prefill: Sequence[Engine], decode: Sequence[Engine], name: str, logs: Path
+    prefill: Sequence[Engine],
+    decode: Sequence[Engine],
+    name: str,
+    logs: Path,
+    connector: str = "hetero",
 ) -> Iterator[int]:
     """A proxy between these engines, ready; yields its port."""
     port = free_port()
     command = [executable("hetero-kv-proxy", "HETERO_KV_PROXY"), "serve"]
-    command += ["--listen", f"{HOST}:{port}", "--connector", "hetero"]
+    command += ["--listen", f"{HOST}:{port}", "--connector", connector]
     for flag, engines in (("--prefill", prefill), ("--decode", decode)):
         for engine in engines:
             command += [flag, f"{engine.url},dp={engine.spec.dp}"]

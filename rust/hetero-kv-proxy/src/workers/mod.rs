@@ -28,6 +28,14 @@ const BODY_BYTES_MAX: u64 = 64 << 10;
 /// Longest wait that a request may ask for.
 const WAIT_S_MAX: u64 = 3_600;
 
+/// Whether the body of a registration could be taken by some connector.
+///
+/// # Errors
+/// Status 400, with the field at fault.
+pub fn check_registration(body: &[u8]) -> Result<(), ApiError> {
+    body::told(body).map(drop)
+}
+
 /// What a request may say behind `?`.
 struct Query {
     /// How long to wait for legs to end.

@@ -11,6 +11,7 @@ mod command;
 mod connectors;
 mod engine;
 mod failures;
+mod fuzz_corpus;
 mod limits;
 mod mock;
 mod pd_flow;
