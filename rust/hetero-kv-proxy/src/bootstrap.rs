@@ -72,7 +72,7 @@ impl Bootstrap {
             let body = LegBody::default();
             let sent = self
                 .upstream
-                .send(Method::GET, "/query", HeaderMap::new(), body, fresh)
+                .send(&Method::GET, "/query", &HeaderMap::new(), &[], body, fresh)
                 .await;
             let answer = match sent {
                 Ok(answer) => answer,
@@ -87,7 +87,6 @@ impl Bootstrap {
                 .await
                 .map_err(|error| format!("/query: {error}"))?
                 .to_bytes();
-            answer.connection.keep();
             if !status.is_success() {
                 return Err(format!("/query answered {status}"));
             }

@@ -287,7 +287,6 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     let prefill_rank = prefill_lease.picked.rank;
     // Before its leg ends: with neither, an instance that leaves is gone.
     let kept = app.keep_blocks(&prefill_instance);
-    prefill.connection.keep();
     prefill_lease.end(outcome_of(status));
     app.metrics
         .prefill_leg_seconds

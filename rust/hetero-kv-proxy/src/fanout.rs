@@ -68,9 +68,10 @@ async fn ask(app: &Arc<App>, roles: &[Role], sent: &Sent, deadline: Instant) -> 
 async fn ask_one(app: &App, instance: &Instance, sent: Sent) -> Result<Got, &'static str> {
     let upstream = &instance.upstream;
     let send = async |fresh| {
-        let body = LegBody::new(sent.body.clone(), None);
-        let (method, headers) = (sent.method.clone(), sent.headers.clone());
-        upstream.send(method, sent.path, headers, body, fresh).await
+        let body = LegBody::new([sent.body.clone()], None);
+        upstream
+            .send(&sent.method, sent.path, &sent.headers, &[], body, fresh)
+            .await
     };
     let mut answer = send(false).await;
     if let Err(SendError::Reset { reused: true, .. }) = answer {
@@ -87,7 +88,6 @@ async fn ask_one(app: &App, instance: &Instance, sent: Sent) -> Result<Got, &'st
     };
     let body = read_answer(app, answer.body).await;
     let body = body.ok_or("its answer broke off or is too large")?;
-    answer.connection.keep();
     Ok(Got {
         head: answer.head,
         body,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method};
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 
 use crate::answer::{self, Answer};
 use crate::app::App;
@@ -19,7 +18,7 @@ use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
 use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, Role};
-use crate::upstream::{self, LegBody, SendError, Written};
+use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
 /// What the client is told instead of a decode answer.
 pub(crate) enum Failure {
@@ -81,17 +80,18 @@ impl Call {
         leg: Option<&Leg>,
         fresh: bool,
     ) -> Result<upstream::Answer, SendError> {
-        let mut headers = self.headers.clone();
+        let mut extra = Vec::new();
         if let Some(rank) = lease.picked.rank_header {
-            headers.insert(headers::DP_RANK, HeaderValue::from(rank));
+            extra.push((headers::DP_RANK, HeaderValue::from(rank)));
         }
         if let Some(id) = leg.and_then(|leg| leg.request_id.as_deref()) {
             let id = HeaderValue::try_from(id).map_err(http::Error::from)?;
-            headers.insert(headers::REQUEST_ID, id);
+            extra.push((headers::REQUEST_ID, id));
         }
+        let (path, headers) = (self.route.path(), &self.headers);
         let answer = lease
             .upstream()
-            .send(Method::POST, self.route.path(), headers, body, fresh)
+            .send(&Method::POST, path, headers, &extra, body, fresh)
             .await?;
         // A client's mistake proves a living engine; its own failures prove nothing.
         if answer.head.status.as_u16() < 500 {
@@ -107,7 +107,7 @@ impl Call {
         leg: &Leg,
         fresh: bool,
     ) -> Result<upstream::Answer, SendError> {
-        let body = LegBody::new(self.request.prefill_body(&leg.params), None);
+        let body = LegBody::new([self.request.prefill_body(&leg.params)], None);
         self.send(lease, body, Some(leg), fresh).await
     }
 
@@ -120,7 +120,7 @@ impl Call {
     ) -> Result<upstream::Answer, SendError> {
         let params = leg.map(|leg| leg.params.as_str());
         let body = self.request.decode_body(params);
-        let body = LegBody::new(body, Some(self.written.clone()));
+        let body = LegBody::new([body], Some(self.written.clone()));
         self.send(lease, body, leg, fresh).await
     }
 
@@ -223,7 +223,7 @@ fn given_up(role: Role, code: &str) -> ApiError {
 }
 
 /// A prefill answer read whole; `None` when it broke off or is too large.
-pub(crate) async fn read_answer(app: &App, body: Incoming) -> Option<Bytes> {
+pub(crate) async fn read_answer(app: &App, body: EngineBody) -> Option<Bytes> {
     let max = usize::try_from(app.config.prefill_answer_bytes_max).ok()?;
     let whole = http_body_util::Limited::new(body, max).collect().await;
     Some(whole.ok()?.to_bytes())

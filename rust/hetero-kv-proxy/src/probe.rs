@@ -46,18 +46,13 @@ async fn watch_one(app: Arc<App>, instance: Arc<Instance>) {
 async fn is_well(upstream: &Arc<Upstream>, fresh: bool) -> bool {
     let body = LegBody::default();
     let sent = upstream
-        .send(Method::GET, "/health", HeaderMap::new(), body, fresh)
+        .send(&Method::GET, "/health", &HeaderMap::new(), &[], body, fresh)
         .await;
     let Ok(answer) = sent else {
         return false;
     };
     let well = answer.head.status.is_success();
-    if Limited::new(answer.body, HEALTH_BYTES_MAX)
-        .collect()
-        .await
-        .is_ok()
-    {
-        answer.connection.keep();
-    }
+    // Read whole, its connection serves traffic too.
+    let _read = Limited::new(answer.body, HEALTH_BYTES_MAX).collect().await;
     well
 }

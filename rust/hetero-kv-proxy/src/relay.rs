@@ -114,14 +114,20 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
         let instance = lease.picked.instance;
         untried.retain(|known| *known != instance);
         let send = async |fresh| {
-            let mut headers = sent.headers.clone();
-            if let Some(rank) = lease.picked.rank_header {
-                headers.insert(headers::DP_RANK, HeaderValue::from(rank));
-            }
-            let body = LegBody::new(sent.body.clone(), None);
-            let (method, path) = (sent.method.clone(), &sent.path);
+            let rank = lease.picked.rank_header;
+            let rank = rank.map(|rank| (headers::DP_RANK, HeaderValue::from(rank)));
+            let body = LegBody::new([sent.body.clone()], None);
             let upstream = lease.upstream();
-            upstream.send(method, path, headers, body, fresh).await
+            upstream
+                .send(
+                    &sent.method,
+                    &sent.path,
+                    &sent.headers,
+                    rank.as_slice(),
+                    body,
+                    fresh,
+                )
+                .await
         };
         let mut answer = send(false).await;
         if let Err(SendError::Reset { reused: true, .. }) = answer {
@@ -132,7 +138,6 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
                 lease.note_answer();
                 lease.end(outcome_of(answer.head.status));
                 if let Some(body) = read_answer(app, answer.body).await {
-                    answer.connection.keep();
                     let id = sent.headers.get(headers::REQUEST_ID);
                     let headers = headers::for_client(answer.head.headers, id);
                     refusal = Some(answer::passed_on(answer.head.status, headers, body));

@@ -252,7 +252,6 @@ impl DecodeStream {
             }
             live.record.finish(live.decode.answer.head.status);
             live.decode.lease.end(self.outcome);
-            live.decode.answer.connection.keep();
         }
     }
 

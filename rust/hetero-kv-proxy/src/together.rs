@@ -197,7 +197,6 @@ async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefi
         lease.end("broken");
         return Prefill::Failed(answer_broken().into());
     };
-    answer.connection.keep();
     lease.end(outcome_of(status));
     if !status.is_success() {
         return Prefill::Failed(call.passed_on(answer.head, body));

@@ -1,27 +1,35 @@
 //! Connections to one engine: a pool of kept connections and one exchange over one of them.
+//!
+//! A connection is driven by the request that uses it and has no task of its own: an exchange costs
+//! no hand-over between tasks, and a connection that waits holds no buffer.
 
-use std::convert::Infallible;
-use std::pin::Pin;
+mod body;
+mod chunked;
+mod head;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+use std::future::poll_fn;
+use std::io;
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, Request, Uri, header};
-use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
-use hyper::client::conn::http1::{Builder, SendRequest};
-use hyper_util::rt::TokioIo;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
+use self::body::Open;
+use self::head::{AnswerHead, RequestHead};
+use self::wire::{Outgoing, Wire};
 use crate::config::BaseUrl;
 use crate::sync::lock;
 
-/// A body is handed to the connection in pieces of this size, so that its end is handed over only
-/// when the engine has taken nearly all of it.
-const WRITE_PIECE_BYTES: usize = 128 << 10;
+pub use self::body::EngineBody;
 
 /// Limits of a pool.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +53,7 @@ pub struct Upstream {
 
 #[derive(Debug)]
 struct Idle {
-    sender: SendRequest<LegBody>,
+    wire: Wire,
     since: Instant,
 }
 
@@ -54,15 +62,15 @@ struct Idle {
 pub enum SendError {
     /// No connection: name, refusal, or `connect_timeout`. The engine has not seen the request.
     #[error("no connection: {0}")]
-    Connect(#[source] std::io::Error),
-    /// The connection broke before the response head.
+    Connect(#[source] io::Error),
+    /// The connection broke before the response head, or what came is no HTTP.
     #[error("the connection broke before a response: {source}")]
     Reset {
         /// It had served an earlier exchange.
         reused: bool,
-        /// As hyper saw it.
+        /// What was seen.
         #[source]
-        source: hyper::Error,
+        source: io::Error,
     },
     /// Before the leg: the engine's bootstrap server does not say what the leg must name.
     #[error("bootstrap server: {0}")]
@@ -77,18 +85,8 @@ pub enum SendError {
 pub struct Answer {
     /// Status and headers.
     pub head: http::response::Parts,
-    /// The body as it comes.
-    pub body: Incoming,
-    /// Gives the connection back once the body has ended; dropped before that, it closes it, which
-    /// is how an engine learns that nobody waits.
-    pub connection: Connection,
-}
-
-/// The connection under an [`Answer`].
-#[derive(Debug)]
-pub struct Connection {
-    upstream: Arc<Upstream>,
-    sender: SendRequest<LegBody>,
+    /// The body as it comes, and the connection under it.
+    pub body: EngineBody,
 }
 
 impl Upstream {
@@ -108,6 +106,7 @@ impl Upstream {
 
     /// Sends one request and waits for the response head, without a deadline of its own but for the
     /// connect. Dropping the future closes the connection. With `fresh` no kept connection is used.
+    /// Headers of `extra` stand in place of those of `headers`.
     ///
     /// A kept connection that turns out closed before anything was written is replaced unseen.
     ///
@@ -115,72 +114,66 @@ impl Upstream {
     /// [`SendError`], which says whether the engine can have seen the request.
     pub async fn send(
         self: &Arc<Self>,
-        method: Method,
+        method: &Method,
         path: &str,
-        mut headers: HeaderMap,
+        headers: &HeaderMap,
+        extra: &[(HeaderName, HeaderValue)],
         body: LegBody,
         fresh: bool,
     ) -> Result<Answer, SendError> {
-        headers.insert(header::HOST, self.authority.clone());
-        let mut builder = Request::builder().method(method).uri(self.uri(path)?);
-        if let Some(slot) = builder.headers_mut() {
-            *slot = headers;
-        }
-        let mut request = builder.body(body)?;
+        let path = PathAndQuery::try_from(path).map_err(http::Error::from)?;
+        let head = RequestHead {
+            method,
+            target: &[&self.base.path, path.as_str()],
+            host: &self.authority,
+            headers,
+            extra,
+            length: body.length(),
+        };
+        let mut pieces = Vec::with_capacity(1 + body.pieces.len());
+        pieces.push(Bytes::from(head.encode()));
+        pieces.extend(body.pieces);
+        let mut request = Outgoing::new(pieces, body.written);
         let mut kept = if fresh { None } else { self.take_idle() };
         loop {
-            let mut reused = None;
-            if let Some(mut sender) = kept.take()
-                // Its driver may have a turn to take after the last body; that is no wait for the
-                // engine.
-                && sender.ready().await.is_ok()
-            {
-                reused = Some(sender);
-            }
-            let (mut sender, reused) = match reused {
-                Some(sender) => (sender, true),
-                None => (self.connect().await.map_err(SendError::Connect)?, false),
+            let reused = kept.is_some();
+            let mut wire = match kept.take() {
+                Some(wire) => wire,
+                None => Wire::new(self.connect().await.map_err(SendError::Connect)?),
             };
-            match sender.try_send_request(request).await {
-                Ok(response) => {
-                    let (head, body) = response.into_parts();
-                    let connection = Connection {
-                        upstream: Arc::clone(self),
-                        sender,
-                    };
+            match exchange(&mut wire, &mut request, method).await {
+                Ok(AnswerHead {
+                    parts,
+                    framing,
+                    keeps,
+                }) => {
                     return Ok(Answer {
-                        head,
-                        body,
-                        connection,
+                        head: parts,
+                        body: EngineBody::new(Open {
+                            wire,
+                            framing,
+                            request: (!request.is_written()).then_some(request),
+                            keeps,
+                            upstream: Arc::clone(self),
+                        }),
                     });
                 }
-                Err(mut failure) => match failure.take_message() {
-                    Some(unsent) if reused => request = unsent,
-                    Some(_) | None => {
-                        let source = failure.into_error();
-                        return Err(SendError::Reset { reused, source });
-                    }
-                },
+                // Not a byte of it left.
+                Err(_) if reused && !request.has_begun() => {}
+                Err(source) => return Err(SendError::Reset { reused, source }),
             }
         }
     }
 
-    /// Closes connections that have been idle too long.
+    /// Closes connections that have been idle too long, or that the engine has closed.
     pub fn close_stale(&self) {
         let now = Instant::now();
         lock(&self.idle)
-            .retain(|idle| !idle.sender.is_closed() && now - idle.since < self.limits.idle_timeout);
-    }
-
-    fn uri(&self, path: &str) -> Result<Uri, http::Error> {
-        if self.base.path.is_empty() {
-            return Ok(path.parse::<Uri>()?);
-        }
-        Ok(format!("{}{path}", self.base.path).parse::<Uri>()?)
+            .retain(|idle| now - idle.since < self.limits.idle_timeout && idle.wire.is_open());
     }
 
     /// The connection used last, if one is left that is open and young.
-    fn take_idle(&self) -> Option<SendRequest<LegBody>> {
+    fn take_idle(&self) -> Option<Wire> {
         let now = Instant::now();
         let mut idle = lock(&self.idle);
         while let Some(last) = idle.pop() {
@@ -189,124 +182,134 @@ impl Upstream {
                 idle.clear();
                 return None;
             }
-            if !last.sender.is_closed() {
-                return Some(last.sender);
+            if last.wire.is_open() {
+                return Some(last.wire);
             }
         }
         None
     }
 
-    async fn connect(&self) -> std::io::Result<SendRequest<LegBody>> {
-        let dial = async {
-            let address = (self.base.host.as_str(), self.base.port);
-            let stream = TcpStream::connect(address).await?;
-            stream.set_nodelay(true)?;
-            let (mut sender, connection) = Builder::new()
-                .handshake(TokioIo::new(stream))
-                .await
-                .map_err(std::io::Error::other)?;
-            // The driver ends with the connection; its error reaches the exchange that it breaks.
-            tokio::spawn(connection);
-            sender.ready().await.map_err(std::io::Error::other)?;
-            Ok(sender)
-        };
-        timeout(self.limits.connect_timeout, dial)
-            .await
-            .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
-    }
-}
-
-impl Connection {
-    /// Keeps the connection for the next exchange; only after the body has ended.
-    pub fn keep(self) {
-        if self.sender.is_closed() || self.upstream.limits.idle_timeout.is_zero() {
+    /// Keeps a connection for the next exchange.
+    fn keep(&self, wire: Wire) {
+        if self.limits.idle_timeout.is_zero() || !wire.is_open() {
             return;
         }
-        let mut idle = lock(&self.upstream.idle);
-        if idle.len() < self.upstream.limits.idle_max {
+        let mut idle = lock(&self.idle);
+        if idle.len() < self.limits.idle_max {
             idle.push(Idle {
-                sender: self.sender,
+                wire,
                 since: Instant::now(),
             });
         }
     }
+
+    async fn connect(&self) -> io::Result<TcpStream> {
+        let dial = async {
+            let address = (self.base.host.as_str(), self.base.port);
+            let stream = TcpStream::connect(address).await?;
+            stream.set_nodelay(true)?;
+            Ok(stream)
+        };
+        timeout(self.limits.connect_timeout, dial)
+            .await
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    }
 }
 
-/// When the last byte of a leg's body was handed to its connection.
-#[derive(Debug, Clone)]
-pub struct Written(Arc<watch::Sender<Option<Instant>>>);
+/// Writes `request` and reads until there is a response head, which may come before all is written.
+async fn exchange(
+    wire: &mut Wire,
+    request: &mut Outgoing,
+    method: &Method,
+) -> io::Result<AnswerHead> {
+    let mut unsent = None;
+    poll_fn(|cx| {
+        if unsent.is_none()
+            && let Poll::Ready(Err(error)) = wire.poll_write(cx, request)
+        {
+            // It may have answered before it closed.
+            unsent = Some(error);
+        }
+        loop {
+            let head = head::parse(&mut wire.unread, method)
+                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
+            if let Some(head) = head? {
+                return Poll::Ready(Ok(head));
+            }
+            let read = match (wire.poll_read(cx), &mut unsent) {
+                (Poll::Ready(read), _) => read?,
+                (Poll::Pending, None) => return Poll::Pending,
+                (Poll::Pending, Some(_)) => 0,
+            };
+            if read == 0 {
+                let closed = || io::ErrorKind::UnexpectedEof.into();
+                return Poll::Ready(Err(unsent.take().unwrap_or_else(closed)));
+            }
+        }
+    })
+    .await
+}
 
-impl Default for Written {
-    fn default() -> Self {
-        Self(Arc::new(watch::Sender::new(None)))
-    }
+/// When the last byte of a leg was written to its connection.
+#[derive(Debug, Clone, Default)]
+pub struct Written(Arc<Note>);
+
+#[derive(Debug, Default)]
+struct Note {
+    at: Mutex<Option<Instant>>,
+    set: Notify,
 }
 
 impl Written {
-    /// Waits until the body was handed over, and says when that was.
+    /// Waits until the leg was written, and says when that was.
     pub async fn wait(&self) -> Instant {
-        let mut receiver = self.0.subscribe();
-        // The sender lives as long as `self`, so the wait ends by a value only.
-        let seen = receiver.wait_for(Option::is_some).await;
-        seen.ok().and_then(|at| *at).unwrap_or_else(Instant::now)
+        loop {
+            let set = self.0.set.notified();
+            // Whatever is noted from here on ends the wait.
+            if let Some(at) = self.at() {
+                return at;
+            }
+            set.await;
+        }
     }
 
-    /// When the body was handed over, if it was.
+    /// When the leg was written, if it was.
     pub fn at(&self) -> Option<Instant> {
-        *self.0.borrow()
+        *lock(&self.0.at)
     }
 
     fn set(&self) {
-        self.0.send_replace(Some(Instant::now()));
+        *lock(&self.0.at) = Some(Instant::now());
+        self.0.set.notify_waiters();
+    }
+
+    fn clear(&self) {
+        *lock(&self.0.at) = None;
     }
 }
 
 /// The body of one leg: bytes that are all there.
 #[derive(Debug, Default)]
 pub struct LegBody {
-    rest: Bytes,
+    /// None of them is empty.
+    pieces: Vec<Bytes>,
     written: Option<Written>,
 }
 
 impl LegBody {
-    /// A body that notes in `written` when its last byte was handed over.
-    pub fn new(bytes: Bytes, written: Option<Written>) -> Self {
+    /// A body that notes in `written` when the leg was written.
+    pub fn new(pieces: impl IntoIterator<Item = Bytes>, written: Option<Written>) -> Self {
         if let Some(written) = &written {
-            written.0.send_replace(None);
+            written.clear();
         }
+        let pieces = pieces.into_iter().filter(|piece| !piece.is_empty());
         Self {
-            rest: bytes,
+            pieces: pieces.collect(),
             written,
         }
     }
-}
 
-impl Body for LegBody {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        if self.rest.is_empty() {
-            return Poll::Ready(None);
-        }
-        let piece = self.rest.len().min(WRITE_PIECE_BYTES);
-        let piece = self.rest.split_to(piece);
-        if self.rest.is_empty()
-            && let Some(written) = &self.written
-        {
-            written.set();
-        }
-        Poll::Ready(Some(Ok(Frame::data(piece))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.rest.is_empty()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.rest.len() as u64)
+    fn length(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len() as u64).sum()
     }
 }
