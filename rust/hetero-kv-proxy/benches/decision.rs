@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use hetero_kv_proxy::routing::policy::{KeyParts, PolicyKind, RequestKey};
-use hetero_kv_proxy::routing::{HealthRules, InstanceSpec, Pool};
+use hetero_kv_proxy::routing::{HealthRules, InstanceSpec, Pool, Role};
 
 const WORKERS: usize = 64;
 const RANKS: u32 = 8;
@@ -34,7 +34,7 @@ fn pool(policy: PolicyKind) -> Pool {
         failures_max: 3,
         fresh_ms: 9_000,
     };
-    Pool::new(specs, policy, rules)
+    Pool::new(Role::Prefill, specs, policy, rules)
 }
 
 /// Numbers that look drawn (Marsaglia's xorshift).

@@ -9,7 +9,7 @@ use crate::answer::{self, Answer};
 use crate::app::App;
 use crate::connectors::Order;
 use crate::instance::Instance;
-use crate::metrics::{InstanceLabels, SlotLabels};
+use crate::metrics::{InstanceLabels, SlotLabels, WaitLabels};
 use crate::openai::error::ApiError;
 use crate::routing::{InstanceView, Role, Standing};
 use crate::sync::lock;
@@ -192,6 +192,12 @@ pub fn metrics(app: &App) -> Answer {
                 app.metrics.in_flight.get_or_create(&labels).inc_by(count);
             }
         }
+    }
+    let (requests, slots) = app.admission.waiting();
+    for (wait, length) in [("requests", requests), ("slots", slots)] {
+        let labels = WaitLabels { wait };
+        let length = i64::try_from(length).unwrap_or(i64::MAX);
+        app.metrics.queue_length.get_or_create(&labels).set(length);
     }
     let text = app.metrics.encode();
     drop(scrape);

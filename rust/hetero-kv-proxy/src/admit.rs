@@ -4,12 +4,36 @@ use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::app::App;
+use crate::client_io::HeadWatch;
+use crate::completions::deadline_exceeded;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::{Request, RequestError};
+
+/// Waits until the request may run, and reads its body meanwhile: only then does a client that leaves
+/// the queue show.
+pub(crate) async fn enter(
+    app: &App,
+    headers: &HeaderMap,
+    incoming: Incoming,
+    watch: &HeadWatch,
+    deadline: Instant,
+) -> Result<(OwnedSemaphorePermit, Bytes), ApiError> {
+    let read = async {
+        let whole = body(app, headers, incoming, deadline).await?;
+        watch.arm();
+        Ok(whole)
+    };
+    let entered = async { app.admission.enter(app).await };
+    let both = async { tokio::try_join!(entered, read) };
+    timeout_at(deadline, both)
+        .await
+        .unwrap_or_else(|_| Err(deadline_exceeded()))
+}
 
 /// Reads the client's body within the limits of size and time.
 pub(crate) async fn body(

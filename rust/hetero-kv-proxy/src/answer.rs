@@ -94,6 +94,8 @@ pub fn error(error: &ApiError) -> Answer {
 pub enum Phase {
     /// Its body is being read.
     Admit,
+    /// It waits for the slots of its first legs.
+    Queue,
     /// The prefill leg is out and not answered.
     Prefill,
     /// Prefill has answered; the decode leg is on its way or not answered.
@@ -106,6 +108,7 @@ impl Phase {
     fn name(self) -> &'static str {
         match self {
             Self::Admit => "admit",
+            Self::Queue => "queue",
             Self::Prefill => "prefill",
             Self::HandOver => "handover",
             Self::Stream => "stream",

@@ -3,17 +3,17 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
+use crate::admission::Admission;
 use crate::config::{Config, Worker};
 use crate::instance::{Instance, Leave, Registration};
-use crate::lease::{KeptBlocks, SlotLease};
+use crate::lease::KeptBlocks;
 use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels};
 use crate::probe;
 use crate::routing::{
-    HealthRules, HealthState, InstanceIndex, InstanceView, Picked, Pool, Role, SlotId, Standing,
-    policy::{PolicyKind, RequestKey},
+    HealthRules, HealthState, InstanceIndex, InstanceView, Pool, Role, SlotId, Standing,
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -24,13 +24,13 @@ pub type Snapshot = Arc<Vec<Arc<Instance>>>;
 
 /// The engines of one role. Pool and list change together.
 #[derive(Debug)]
-struct Side {
-    pool: Pool,
+pub(crate) struct Side {
+    pub(crate) pool: Pool,
     instances: Snapshot,
 }
 
 impl Side {
-    fn get(&self, index: InstanceIndex) -> Option<&Arc<Instance>> {
+    pub(crate) fn get(&self, index: InstanceIndex) -> Option<&Arc<Instance>> {
         let at = self
             .instances
             .binary_search_by_key(&index, |known| known.index)
@@ -46,8 +46,8 @@ pub struct App {
     pub config: Config,
     /// Every metric.
     pub metrics: Metrics,
-    /// One permit for each request that may run.
-    pub admission: Arc<Semaphore>,
+    /// Who may run, and who waits.
+    pub admission: Admission,
     /// The requests that run, by id.
     pub running: Requests,
     /// Client connections and decode legs that outlive their client: what a drain waits for.
@@ -74,17 +74,22 @@ impl App {
             // An engine that answers each probe just in time stays ready.
             fresh_ms: 2 * interval_ms + timeout_ms,
         };
-        let side = |policy: PolicyKind| {
+        let side = |role: Role| {
+            let (policy, legs_max) = match role {
+                Role::Prefill => (config.prefill_policy, config.prefill_requests_max),
+                Role::Decode => (config.decode_policy, config.decode_requests_max),
+            };
+            let pool = Pool::new(role, Vec::new(), policy, rules);
             Mutex::new(Side {
-                pool: Pool::new(Vec::new(), policy, rules),
+                pool: pool.with_legs_max(legs_max.unwrap_or(u32::MAX)),
                 instances: Snapshot::default(),
             })
         };
         let app = Arc::new(Self {
-            prefill: side(config.prefill_policy),
-            decode: side(config.decode_policy),
+            prefill: side(Role::Prefill),
+            decode: side(Role::Decode),
             metrics: Metrics::default(),
-            admission: Arc::new(Semaphore::new(config.requests_max)),
+            admission: Admission::new(&config),
             running: Requests::default(),
             tasks: TaskTracker::new(),
             stop: watch::Sender::new(false),
@@ -135,6 +140,8 @@ impl App {
         instance.index = side.pool.add(spec, instance.trust(), standing);
         let instance = Arc::new(instance);
         Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
+        drop(side);
+        self.admission.ring();
         instance
     }
 
@@ -234,7 +241,7 @@ impl App {
         self.start.elapsed().as_millis() as u64
     }
 
-    fn side(&self, role: Role) -> &Mutex<Side> {
+    pub(crate) fn side(&self, role: Role) -> &Mutex<Side> {
         match role {
             Role::Prefill => &self.prefill,
             Role::Decode => &self.decode,
@@ -257,31 +264,9 @@ impl App {
         self.metrics.fallbacks.get_or_create(&labels).inc();
     }
 
-    /// Chooses a slot for a request with these keys; `None` when no instance of the role takes legs.
-    pub fn pick(
-        self: &Arc<Self>,
-        role: Role,
-        avoid: Option<InstanceIndex>,
-        key: &RequestKey,
-    ) -> Option<SlotLease> {
-        self.lease(role, |pool| pool.pick(avoid, key))
-    }
-
-    /// Takes a slot of one instance; `None` when it takes no legs.
-    pub fn pick_at(self: &Arc<Self>, role: Role, instance: InstanceIndex) -> Option<SlotLease> {
-        self.lease(role, |pool| pool.pick_at(instance))
-    }
-
-    fn lease(
-        self: &Arc<Self>,
-        role: Role,
-        pick: impl FnOnce(&mut Pool) -> Option<Picked>,
-    ) -> Option<SlotLease> {
-        let mut side = lock(self.side(role));
-        let picked = pick(&mut side.pool)?;
-        // Pool and list hold the same instances.
-        let instance = Arc::clone(side.get(picked.instance)?);
-        Some(SlotLease::new(Arc::clone(self), instance, picked))
+    /// Whether a slot of some role may be without room.
+    pub(crate) fn has_limits(&self) -> bool {
+        self.config.prefill_requests_max.is_some() || self.config.decode_requests_max.is_some()
     }
 
     /// A leg has ended.
@@ -289,6 +274,7 @@ impl App {
         if self.with_pool(instance.role, |pool| pool.release(slot)) {
             self.emptied(instance);
         }
+        self.admission.ring();
     }
 
     /// Counts blocks that a prefill instance keeps for a decode leg: until then it is not idle.
@@ -339,6 +325,8 @@ impl App {
         let Some((before, after)) = changed.filter(|(before, after)| before != after) else {
             return;
         };
+        // Others may take its place in the routing, or it takes legs again.
+        self.admission.ring();
         let url = &*instance.label;
         let role = instance.role.name();
         let (before, after_name) = (before.name(), after.name());

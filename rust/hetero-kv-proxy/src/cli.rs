@@ -142,9 +142,24 @@ settings! {
     /// Largest prefill answer that is read [default: 67108864]
     #[arg(value_name = "BYTES")]
     prefill_answer_bytes_max: u64, "HETERO_KV_PROXY_PREFILL_ANSWER_BYTES_MAX";
-    /// Requests served at once; more get 429 [default: 4096]
+    /// Requests served at once; more wait in the queue [default: 4096]
     #[arg(value_name = "N")]
     requests_max: usize, "HETERO_KV_PROXY_REQUESTS_MAX";
+    /// Legs in flight for each DP rank of each instance; more wait in the queue; 0 is no limit [default: 0]
+    #[arg(value_name = "N")]
+    worker_requests_max: u32, "HETERO_KV_PROXY_WORKER_REQUESTS_MAX";
+    /// The same for prefill, instead of --worker-requests-max
+    #[arg(value_name = "N")]
+    prefill_requests_max: u32, "HETERO_KV_PROXY_PREFILL_REQUESTS_MAX";
+    /// The same for decode, instead of --worker-requests-max
+    #[arg(value_name = "N")]
+    decode_requests_max: u32, "HETERO_KV_PROXY_DECODE_REQUESTS_MAX";
+    /// Requests that wait for room; more get 429; 0 is no queue [default: 1024]
+    #[arg(value_name = "N")]
+    queue_max: usize, "HETERO_KV_PROXY_QUEUE_MAX";
+    /// Longest wait for room; then 503 [default: 30]
+    #[arg(value_name = "S")]
+    queue_timeout_s: u64, "HETERO_KV_PROXY_QUEUE_TIMEOUT_S";
     /// Client connections held at once; more wait in the listen queue [default: 16384]
     #[arg(value_name = "N")]
     connections_max: usize, "HETERO_KV_PROXY_CONNECTIONS_MAX";

@@ -8,6 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use crate::admission::Ticket;
 use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
@@ -26,6 +27,7 @@ use crate::openai::response::{Ended, ended, kv_transfer_params};
 use crate::routing::policy::{KeyParts, RequestKey};
 use crate::routing::{AfterPrefill, Flow, Role};
 use crate::running::{Running, aborted};
+use crate::slots::{Choice, Slots};
 use crate::stream::{DecodeStream, outcome_of};
 use crate::together;
 use crate::upstream::{self, Written};
@@ -83,13 +85,9 @@ async fn run(
     watch: &HeadWatch,
     record: &mut Record,
 ) -> Result<Begun, Failure> {
-    let Ok(permit) = Arc::clone(&app.admission).try_acquire_owned() else {
-        return Err(too_many().into());
-    };
     let deadline = record.started() + app.config.request_timeout;
     let (head, body) = request.into_parts();
-    let body = admit::body(app, &head.headers, body, deadline).await?;
-    watch.arm();
+    let (permit, body) = admit::enter(app, &head.headers, body, watch, deadline).await?;
     let request = admit::parse(body, route)?;
     if request.is_batch() {
         app.metrics.batch_prompts.inc();
@@ -104,6 +102,7 @@ async fn run(
         request,
         headers,
         written: Written::default(),
+        ticket: Ticket::default(),
     });
     let order = match (alone, connector.order()) {
         (_, Order::DecodeAlone) => Order::DecodeAlone,
@@ -156,17 +155,21 @@ async fn legs(
     let app = &call.app;
     let flow = Flow::new(app.config.on_missing_kv);
     let late = |_| Failure::from(deadline_exceeded());
+    record.enter(Phase::Queue);
+    let slots = timeout_at(deadline, first_slots(call, order))
+        .await
+        .map_err(late)??;
     match order {
         Order::DecodeAlone => {
             record.enter(Phase::HandOver);
             // Nothing is pinned anywhere: a client that leaves closes the leg at once.
-            timeout_at(deadline, decode_alone(call, flow))
+            timeout_at(deadline, decode_alone(call, flow, slots.decode))
                 .await
                 .map_err(late)?
         }
         Order::PrefillFirst => {
             record.enter(Phase::Prefill);
-            let prefilled = timeout_at(deadline, prefill_leg(call, flow))
+            let prefilled = timeout_at(deadline, prefill_leg(call, flow, slots))
                 .await
                 .map_err(late)??;
             record.enter(Phase::HandOver);
@@ -180,7 +183,7 @@ async fn legs(
         Order::Together => {
             record.enter(Phase::HandOver);
             let leaving = CancellationToken::new();
-            let rest = together::both_legs(Arc::clone(call), flow, leaving.clone());
+            let rest = together::both_legs(Arc::clone(call), flow, slots, leaving.clone());
             let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
             // Dropped here, it closes the prefill leg at once; the decode leg has its grace.
             let leaving = leaving.drop_guard();
@@ -194,11 +197,32 @@ async fn legs(
     }
 }
 
+/// Takes the slots that the first legs need.
+async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
+    let config = &call.app.config;
+    let any = Some(Choice::Any { avoid: None });
+    // Where decode may be without room its slot is taken first: blocks never wait for it.
+    let pair = config.connector.needs_pair() || config.decode_requests_max.is_some();
+    let (prefill, decode) = match order {
+        Order::DecodeAlone => (None, any),
+        Order::PrefillFirst => (any, any.filter(|_| pair)),
+        Order::Together => (any, any),
+    };
+    Ok(call.slots(prefill, decode).await?)
+}
+
 /// Sends the client's body to a decode engine until there is a response head.
-async fn decode_alone(call: &Call, mut flow: Flow) -> Result<DecodeHead, Failure> {
+async fn decode_alone(
+    call: &Call,
+    mut flow: Flow,
+    mut taken: Option<SlotLease>,
+) -> Result<DecodeHead, Failure> {
     let mut next = Attempt::default();
     loop {
-        let lease = call.pick(Role::Decode, next.avoid)?;
+        let lease = match taken.take() {
+            Some(lease) => lease,
+            None => call.slot(Role::Decode, next.avoid).await?,
+        };
         match call.send_decode(&lease, None, next.fresh).await {
             Ok(answer) => return Ok(DecodeHead::alone(answer, lease)),
             Err(error) => next = after_failure(call, &mut flow, lease, error)?,
@@ -210,7 +234,7 @@ async fn decode_alone(call: &Call, mut flow: Flow) -> Result<DecodeHead, Failure
 struct Prefilled {
     answer: upstream::Answer,
     lease: SlotLease,
-    /// The decode slot that the leg named.
+    /// The decode slot, where it was taken before: the leg may have named it.
     decode: Option<SlotLease>,
     transfer_id: String,
     engine_id: Option<Arc<str>>,
@@ -223,17 +247,20 @@ struct Prefilled {
 ///
 /// One race is left: an engine whose answer is on the wire when the client leaves has pinned blocks
 /// that nobody claims. Their lease bounds it.
-async fn prefill_leg(call: &Call, mut flow: Flow) -> Result<Prefilled, Failure> {
+async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefilled, Failure> {
     let app = &call.app;
     let connector = app.config.connector;
     let sent = Instant::now();
-    let decode = match connector.needs_pair() {
-        true => Some(call.pick(Role::Decode, None)?),
-        false => None,
-    };
+    let Slots {
+        prefill: mut taken,
+        decode,
+    } = slots;
     let mut next = Attempt::default();
     loop {
-        let lease = call.pick(Role::Prefill, next.avoid)?;
+        let lease = match taken.take() {
+            Some(lease) => lease,
+            None => call.slot(Role::Prefill, next.avoid).await?,
+        };
         // A new id each time: the engine that failed may still hold blocks under the old one.
         let transfer_id = random_hex()?;
         let engine_id = match call.engine_id(&lease).await {
@@ -334,7 +361,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     loop {
         let lease = match decode.take() {
             Some(lease) => lease,
-            None => call.pick(Role::Decode, next.avoid)?,
+            None => call.slot(Role::Decode, next.avoid).await?,
         };
         let leg = leg(Some(&lease));
         match call.send_decode(&lease, leg.as_ref(), next.fresh).await {
@@ -352,14 +379,6 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
 
 fn ended_twice() -> ApiError {
     ApiError::new(500, "internal", "the hand-over ended twice")
-}
-
-pub(crate) fn too_many() -> ApiError {
-    ApiError::new(
-        429,
-        "too_many_requests",
-        "the proxy is serving as many requests as it may; try again shortly",
-    )
 }
 
 pub(crate) fn deadline_exceeded() -> ApiError {

@@ -72,6 +72,14 @@ pub struct Config {
     pub prefill_answer_bytes_max: u64,
     /// Requests at once.
     pub requests_max: usize,
+    /// Legs in flight for each prefill slot; `None` is no limit.
+    pub prefill_requests_max: Option<u32>,
+    /// Legs in flight for each decode slot; `None` is no limit.
+    pub decode_requests_max: Option<u32>,
+    /// Requests that wait for room.
+    pub queue_max: usize,
+    /// Longest wait for room.
+    pub queue_timeout: Duration,
     /// Client connections at once.
     pub connections_max: usize,
     /// Idle connections kept for each engine.
@@ -238,6 +246,7 @@ impl Config {
             60,
             1,
         );
+        let queue_timeout = seconds("--queue-timeout-s", &mut r.queue_timeout_s, 30, 1);
         let drain_timeout = seconds("--drain-timeout-s", &mut r.drain_timeout_s, 30, 0);
         const BODY: u64 = 64 << 20;
         let body_bytes_max =
@@ -250,6 +259,20 @@ impl Config {
             4 << 30,
         );
         let requests_max = faults.range("--requests-max", &mut r.requests_max, 4_096, 1, 1_000_000);
+        let worker_max = faults.range(
+            "--worker-requests-max",
+            &mut r.worker_requests_max,
+            0,
+            0,
+            1_000_000,
+        );
+        let mut legs_max = |flag: &str, slot: &mut Option<u32>| {
+            let max = faults.range(flag, slot, worker_max, 0, 1_000_000);
+            (max > 0).then_some(max)
+        };
+        let prefill_requests_max = legs_max("--prefill-requests-max", &mut r.prefill_requests_max);
+        let decode_requests_max = legs_max("--decode-requests-max", &mut r.decode_requests_max);
+        let queue_max = faults.range("--queue-max", &mut r.queue_max, 1_024, 0, 1_000_000);
         let connections_max = faults.range(
             "--connections-max",
             &mut r.connections_max,
@@ -298,6 +321,10 @@ impl Config {
             body_bytes_max,
             prefill_answer_bytes_max,
             requests_max,
+            prefill_requests_max,
+            decode_requests_max,
+            queue_max,
+            queue_timeout,
             connections_max,
             pool_idle_max,
             pool_idle_timeout,

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method};
 use http_body_util::BodyExt;
 
+use crate::admission::{Begun, Refused, Ticket};
 use crate::answer::{self, Answer};
 use crate::app::App;
 use crate::bootstrap;
@@ -18,6 +19,7 @@ use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
 use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, Role};
+use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
 /// What the client is told instead of a decode answer.
@@ -34,6 +36,24 @@ impl From<ApiError> for Failure {
     }
 }
 
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Self {
+        Self::Api(match refused {
+            Refused::NoEngine(role) => no_engine(role),
+            Refused::Told(error) => error,
+        })
+    }
+}
+
+/// The error where no instance of a role takes legs.
+pub(crate) fn no_engine(role: Role) -> ApiError {
+    let message = format!(
+        "no {} engine is there that answers its probe and is not drained",
+        role.name()
+    );
+    ApiError::new(503, "no_engine", message)
+}
+
 /// One request as both legs need it.
 pub(crate) struct Call {
     pub(crate) app: Arc<App>,
@@ -42,22 +62,57 @@ pub(crate) struct Call {
     pub(crate) headers: HeaderMap,
     pub(crate) key: RequestKey,
     pub(crate) written: Written,
+    pub(crate) ticket: Ticket,
 }
 
 impl Call {
-    /// Chooses a slot.
-    pub(crate) fn pick(
+    /// Takes the slots of the first legs, waiting for room.
+    pub(crate) async fn slots(
+        &self,
+        prefill: Option<Choice>,
+        decode: Option<Choice>,
+    ) -> Result<Slots, Refused> {
+        self.take(prefill, decode, Begun::No).await
+    }
+
+    /// Takes slots for another pair of legs.
+    pub(crate) async fn pair_again(
+        &self,
+        avoid_prefill: Option<InstanceIndex>,
+        avoid_decode: Option<InstanceIndex>,
+    ) -> Result<Slots, Refused> {
+        let any = |avoid| Some(Choice::Any { avoid });
+        self.take(any(avoid_prefill), any(avoid_decode), Begun::Yes)
+            .await
+    }
+
+    /// Takes a slot for another leg of a request that has begun.
+    pub(crate) async fn slot(
         &self,
         role: Role,
         avoid: Option<InstanceIndex>,
-    ) -> Result<SlotLease, ApiError> {
-        self.app.pick(role, avoid, &self.key).ok_or_else(|| {
-            let message = format!(
-                "no {} engine is there that answers its probe and is not drained",
-                role.name()
-            );
-            ApiError::new(503, "no_engine", message)
-        })
+    ) -> Result<SlotLease, Failure> {
+        let choice = Some(Choice::Any { avoid });
+        let taken = match role {
+            Role::Prefill => self.take(choice, None, Begun::Yes).await?.prefill,
+            Role::Decode => self.take(None, choice, Begun::Yes).await?.decode,
+        };
+        taken.ok_or_else(|| no_engine(role).into())
+    }
+
+    async fn take(
+        &self,
+        prefill: Option<Choice>,
+        decode: Option<Choice>,
+        begun: Begun,
+    ) -> Result<Slots, Refused> {
+        let want = Want {
+            prefill,
+            decode,
+            key: &self.key,
+        };
+        let app = &self.app;
+        app.admission.slots(app, &want, &self.ticket, begun).await
     }
 
     /// The id by which an engine's answer is the client's.

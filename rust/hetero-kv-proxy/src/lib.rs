@@ -6,6 +6,7 @@
 //! engine's control port, but for Mooncake's bootstrap server, which speaks HTTP.
 
 pub mod admin;
+pub mod admission;
 mod admit;
 pub mod answer;
 pub mod app;
@@ -31,6 +32,7 @@ pub mod routing;
 pub mod run;
 pub mod running;
 pub mod server;
+pub mod slots;
 pub mod stream;
 mod sync;
 pub mod tell;

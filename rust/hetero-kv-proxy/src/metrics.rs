@@ -82,6 +82,13 @@ pub struct ReasonLabels {
     pub reason: &'static str,
 }
 
+/// One label that says what requests wait for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct WaitLabels {
+    /// `requests` or `slots`.
+    pub wait: &'static str,
+}
+
 /// One label for the leg.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RoleLabels {
@@ -121,6 +128,12 @@ pub struct Metrics {
     pub batch_prompts: Counter,
     /// Answers that broke after their head was sent.
     pub stream_breaks: Family<ReasonLabels, Counter>,
+    /// Requests that wait for room; set when scraped.
+    pub queue_length: Family<WaitLabels, Gauge>,
+    /// How long those waited that then found room.
+    pub queue_wait_seconds: Histogram,
+    /// Requests that the queue sent away.
+    pub queue_rejects: Family<ReasonLabels, Counter>,
 }
 
 impl Default for Metrics {
@@ -140,6 +153,9 @@ impl Default for Metrics {
             fallbacks: Family::default(),
             batch_prompts: Counter::default(),
             stream_breaks: Family::default(),
+            queue_length: Family::default(),
+            queue_wait_seconds: Histogram::new(SECONDS),
+            queue_rejects: Family::default(),
             registry: Registry::default(),
             scrape: Mutex::new(()),
         };
@@ -196,6 +212,21 @@ impl Default for Metrics {
             "stream_breaks",
             "Answers that broke after their head was sent",
             new.stream_breaks.clone(),
+        );
+        r.register(
+            "queue_length",
+            "Requests that wait for room",
+            new.queue_length.clone(),
+        );
+        r.register(
+            "queue_wait_seconds",
+            "Wait of requests that then found room",
+            new.queue_wait_seconds.clone(),
+        );
+        r.register(
+            "queue_rejects",
+            "Requests that the queue sent away",
+            new.queue_rejects.clone(),
         );
         new.registry = registry;
         new

@@ -1,5 +1,6 @@
 //! Requests that no prefill leg serves: passed on to a decode engine as they are.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -7,19 +8,22 @@ use http::{HeaderMap, HeaderValue, Method, Request, StatusCode};
 use hyper::body::Incoming;
 use tokio::time::timeout_at;
 
+use crate::admission::{self, Refused, Ticket};
 use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
-use crate::completions::{Begun, deadline_exceeded, too_many};
+use crate::completions::{Begun, deadline_exceeded};
 use crate::handover::DecodeHead;
 use crate::headers;
+use crate::lease::SlotLease;
 use crate::legs::{random_hex, read_answer};
 use crate::openai::error::ApiError;
 use crate::openai::request::refuse_params;
 use crate::routing::policy::RequestKey;
 use crate::routing::{InstanceIndex, Role};
 use crate::running::{Running, aborted};
+use crate::slots::{Choice, Want};
 use crate::stream::outcome_of;
 use crate::upstream::{LegBody, SendError, Written};
 
@@ -63,15 +67,11 @@ async fn run(
     record: &mut Record,
 ) -> Result<Begun, Box<Answer>> {
     let told = |error: ApiError| Box::new(answer::error(&error));
-    let Ok(permit) = Arc::clone(&app.admission).try_acquire_owned() else {
-        return Err(told(too_many()));
-    };
     let deadline = record.started() + app.config.request_timeout;
     let (head, body) = request.into_parts();
-    let body = admit::body(app, &head.headers, body, deadline)
+    let (permit, body) = admit::enter(app, &head.headers, body, watch, deadline)
         .await
         .map_err(told)?;
-    watch.arm();
     refuse_params(&body).map_err(|error| told(admit::bad_request(&error)))?;
     let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
     let sent = Sent {
@@ -106,10 +106,31 @@ struct Sent {
     body: Bytes,
 }
 
+/// A decode slot; `None` where no instance, or not this one, takes legs.
+async fn one_slot(
+    app: &Arc<App>,
+    ticket: &Ticket,
+    choice: Choice,
+    begun: admission::Begun,
+) -> Result<Option<SlotLease>, Box<Answer>> {
+    let want = Want {
+        prefill: None,
+        decode: Some(choice),
+        key: &RequestKey::default(),
+    };
+    match app.admission.slots(app, &want, ticket, begun).await {
+        Ok(slots) => Ok(slots.decode),
+        Err(Refused::NoEngine(_)) => Ok(None),
+        Err(Refused::Told(error)) => Err(Box::new(answer::error(&error))),
+    }
+}
+
 async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<Answer>> {
-    let mut untried: Vec<InstanceIndex> = app.routable(Role::Decode);
+    let mut untried: VecDeque<InstanceIndex> = app.routable(Role::Decode).into();
     let mut refusal = None;
-    let mut next = app.pick(Role::Decode, None, &RequestKey::default());
+    let ticket = Ticket::default();
+    let first = Choice::Any { avoid: None };
+    let mut next = one_slot(app, &ticket, first, admission::Begun::No).await?;
     while let Some(lease) = next {
         let instance = lease.picked.instance;
         untried.retain(|known| *known != instance);
@@ -171,8 +192,13 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
             }
         }
         // One may have been drained or removed meanwhile.
-        let mut left = untried.iter();
-        next = left.find_map(|untried| app.pick_at(Role::Decode, *untried));
+        next = None;
+        while next.is_none()
+            && let Some(instance) = untried.pop_front()
+        {
+            let other = Choice::At(instance);
+            next = one_slot(app, &ticket, other, admission::Begun::Yes).await?;
+        }
     }
     Err(Box::new(refusal.unwrap_or_else(|| {
         answer::error(&ApiError::new(

@@ -17,10 +17,11 @@ use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, after_failure, answer_broken, random_hex, read_answer, slot,
+    Attempt, Call, Failure, after_failure, answer_broken, no_engine, random_hex, read_answer, slot,
 };
 use crate::openai::error::ApiError;
 use crate::routing::{Flow, Role};
+use crate::slots::Slots;
 use crate::stream::outcome_of;
 use crate::upstream::{self, SendError};
 
@@ -38,12 +39,21 @@ enum Prefill {
 pub(crate) async fn both_legs(
     call: Arc<Call>,
     mut flow: Flow,
+    slots: Slots,
     leaving: CancellationToken,
 ) -> Result<DecodeHead, Failure> {
     let (mut prefill_next, mut decode_next) = (Attempt::default(), Attempt::default());
+    let mut taken = Some(slots);
     loop {
-        let decode_lease = call.pick(Role::Decode, decode_next.avoid)?;
-        let prefill_lease = call.pick(Role::Prefill, prefill_next.avoid)?;
+        let slots = match taken.take() {
+            Some(slots) => slots,
+            None => {
+                call.pair_again(prefill_next.avoid, decode_next.avoid)
+                    .await?
+            }
+        };
+        let prefill_lease = slots.prefill.ok_or_else(|| no_engine(Role::Prefill))?;
+        let decode_lease = slots.decode.ok_or_else(|| no_engine(Role::Decode))?;
         // A new id for each pair: an engine of the last one may still know the old.
         let id = random_hex()?;
         let transfer = Transfer {

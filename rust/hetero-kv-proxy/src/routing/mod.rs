@@ -5,6 +5,7 @@
 
 mod flow;
 mod health;
+mod line;
 pub mod policy;
 mod registry;
 
@@ -13,7 +14,8 @@ mod tests;
 
 pub use flow::{AfterFailure, AfterPrefill, Flow, LegFailure, OnMissingKv, RETRIES_MAX_PER_LEG};
 pub use health::{Health, HealthRules, HealthState};
-pub use registry::{InstanceSpec, InstanceView, Picked, Pool, SlotId, Standing, Trust};
+pub use line::{Full, Line, Wants};
+pub use registry::{InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust};
 
 /// Which leg of a request an instance serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,7 +1,7 @@
 //! The instances of one role as they come and go, their slots, and who is serving what.
 
 use super::policy::{Candidate, Policy, PolicyKind, RequestKey, slot_identity};
-use super::{Health, HealthRules, HealthState, InstanceIndex};
+use super::{Health, HealthRules, HealthState, InstanceIndex, Role};
 
 /// One instance as configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,6 +54,15 @@ pub struct Picked {
     pub rank: u32,
     /// Value of the DP rank header: `rank0 + rank`, and none for an instance with one rank.
     pub rank_header: Option<u32>,
+}
+
+/// Why no slot was chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoSlot {
+    /// No instance of the role takes legs.
+    NoEngine(Role),
+    /// Those that it would go to have as many legs as they may.
+    Full,
 }
 
 /// What `/workers` and `/ready` show of one instance.
@@ -120,6 +129,9 @@ struct Slot {
 /// ranks gets as many more turns.
 #[derive(Debug)]
 pub struct Pool {
+    role: Role,
+    /// Most legs in flight for each slot.
+    legs_max: u32,
     /// In the order of their indexes.
     instances: Vec<Instance>,
     /// One more than the last index given; none is given twice.
@@ -131,9 +143,16 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool over `specs`, in flag order.
-    pub fn new(specs: Vec<InstanceSpec>, policy: PolicyKind, rules: HealthRules) -> Self {
+    /// A pool over `specs`, in flag order, whose slots have no limit of legs.
+    pub fn new(
+        role: Role,
+        specs: Vec<InstanceSpec>,
+        policy: PolicyKind,
+        rules: HealthRules,
+    ) -> Self {
         let mut pool = Self {
+            role,
+            legs_max: u32::MAX,
             instances: Vec::new(),
             next: 0,
             slots: Vec::new(),
@@ -145,6 +164,13 @@ impl Pool {
             pool.add(spec, Trust::Given, Standing::Serving);
         }
         pool
+    }
+
+    /// The same pool with at most `legs_max` legs in flight for each slot.
+    #[must_use]
+    pub fn with_legs_max(mut self, legs_max: u32) -> Self {
+        self.legs_max = legs_max;
+        self
     }
 
     /// Takes in an instance of which nothing is known yet, under an index that no other had.
@@ -237,13 +263,36 @@ impl Pool {
             .is_none_or(|at| self.instances[at].is_idle())
     }
 
-    /// Chooses a slot for a request with these keys and counts it as in flight; `None` when no
-    /// instance takes legs.
+    /// Chooses a slot for a request with these keys and counts it as in flight.
     ///
     /// Instances of the best health present share the load; `avoid` is left out as long as another
     /// instance exists. With every instance unhealthy one is still tried, where [`Trust`] allows:
-    /// a wrong verdict must not turn into an outage.
-    pub fn pick(&mut self, avoid: Option<InstanceIndex>, key: &RequestKey) -> Option<Picked> {
+    /// a wrong verdict must not turn into an outage. An instance of lesser health is no substitute
+    /// for room at a better one.
+    ///
+    /// # Errors
+    /// [`NoSlot`].
+    pub fn pick(
+        &mut self,
+        avoid: Option<InstanceIndex>,
+        key: &RequestKey,
+    ) -> Result<Picked, NoSlot> {
+        self.gather(avoid)?;
+        let chosen = self.candidates[self.policy.choose(&self.candidates, key)].slot;
+        let Slot { at, rank, .. } = self.slots[chosen];
+        Ok(self.take(at, rank))
+    }
+
+    /// Whether [`Pool::pick`] would find a slot.
+    ///
+    /// # Errors
+    /// Those of [`Pool::pick`].
+    pub fn room(&mut self, avoid: Option<InstanceIndex>) -> Result<(), NoSlot> {
+        self.gather(avoid)
+    }
+
+    /// Sets the candidates of a pick; there is at least one.
+    fn gather(&mut self, avoid: Option<InstanceIndex>) -> Result<(), NoSlot> {
         let routable = |known: &&Instance| known.is_routable();
         let others = |known: &Instance| avoid != Some(known.index);
         let avoid = match self.instances.iter().filter(routable).any(others) {
@@ -256,35 +305,59 @@ impl Pool {
             .iter()
             .filter(|known| usable(known))
             .map(|known| known.health.state().tier())
-            .min()?;
+            .min()
+            .ok_or(NoSlot::NoEngine(self.role))?;
         self.candidates.clear();
         for (slot, position) in self.slots.iter().zip(0..) {
             let known = &self.instances[slot.at];
-            if usable(known) && known.health.state().tier() == best {
+            let in_flight = known.in_flight[slot.rank as usize];
+            if usable(known) && known.health.state().tier() == best && in_flight < self.legs_max {
                 self.candidates.push(Candidate {
                     slot: position,
-                    in_flight: known.in_flight[slot.rank as usize],
+                    in_flight,
                     identity: slot.identity,
                 });
             }
         }
-        let chosen = self.candidates[self.policy.choose(&self.candidates, key)].slot;
-        let Slot { at, rank, .. } = self.slots[chosen];
-        Some(self.take(at, rank))
+        match self.candidates.is_empty() {
+            true => Err(NoSlot::Full),
+            false => Ok(()),
+        }
     }
 
-    /// Takes the slot of `instance` with the fewest legs in flight, whatever its health; `None`
-    /// when it takes no legs.
-    pub fn pick_at(&mut self, instance: InstanceIndex) -> Option<Picked> {
-        let at = self.position(instance)?;
+    /// Takes the slot of `instance` with the fewest legs in flight, whatever its health.
+    ///
+    /// # Errors
+    /// [`NoSlot`]; no engine where the instance takes no legs.
+    pub fn pick_at(&mut self, instance: InstanceIndex) -> Result<Picked, NoSlot> {
+        let (at, rank) = self.emptiest(instance)?;
+        Ok(self.take(at, rank))
+    }
+
+    /// Whether [`Pool::pick_at`] would find a slot.
+    ///
+    /// # Errors
+    /// Those of [`Pool::pick_at`].
+    pub fn room_at(&self, instance: InstanceIndex) -> Result<(), NoSlot> {
+        self.emptiest(instance).map(|_| ())
+    }
+
+    /// Position and rank of the slot of `instance` with the fewest legs.
+    fn emptiest(&self, instance: InstanceIndex) -> Result<(usize, u32), NoSlot> {
+        let none = NoSlot::NoEngine(self.role);
+        let at = self.position(instance).ok_or(none)?;
         let known = &self.instances[at];
         if !known.is_routable() {
-            return None;
+            return Err(none);
         }
-        let (rank, _) = (0..)
+        let (rank, count) = (0..)
             .zip(&known.in_flight)
-            .min_by_key(|(_, count)| **count)?;
-        Some(self.take(at, rank))
+            .min_by_key(|(_, count)| **count)
+            .ok_or(none)?;
+        match *count >= self.legs_max {
+            true => Err(NoSlot::Full),
+            false => Ok((at, rank)),
+        }
     }
 
     fn take(&mut self, at: usize, rank: u32) -> Picked {

@@ -22,7 +22,7 @@ fn pool(policy: PolicyKind, dps: &[u32]) -> Pool {
             rank0: 4,
         })
         .collect();
-    Pool::new(specs, policy, RULES)
+    Pool::new(Role::Prefill, specs, policy, RULES)
 }
 
 /// How often each (instance, rank) is chosen in `picks` picks that are released at once.
@@ -146,11 +146,11 @@ fn avoid_holds_unless_the_instance_is_the_only_one() {
         assert_eq!(picked.instance.0, 1);
     }
     let mut one = pool(PolicyKind::RoundRobin, &[1]);
-    assert!(one.pick(Some(InstanceIndex(0)), &NO_KEY).is_some());
+    assert!(one.pick(Some(InstanceIndex(0)), &NO_KEY).is_ok());
     assert!(
         pool(PolicyKind::RoundRobin, &[])
             .pick(None, &NO_KEY)
-            .is_none()
+            .is_err()
     );
 }
 
@@ -210,21 +210,21 @@ fn a_registered_instance_takes_legs_from_its_first_answer_and_not_while_its_prob
         rank0: 0,
     };
     let late = pool.add(spec, Trust::Probed, Standing::Serving);
-    assert!(pool.pick(None, &NO_KEY).is_none());
-    assert!(pool.pick_at(late).is_none());
+    assert!(pool.pick(None, &NO_KEY).is_err());
+    assert!(pool.pick_at(late).is_err());
     pool.on_probe_failed(late);
-    assert!(pool.pick(None, &NO_KEY).is_none(), "it has never answered");
+    assert!(pool.pick(None, &NO_KEY).is_err(), "it has never answered");
     pool.on_answer(late, 1);
-    assert!(pool.pick(None, &NO_KEY).is_some());
+    assert!(pool.pick(None, &NO_KEY).is_ok());
     pool.on_connect_failed(late);
     assert!(
-        pool.pick(None, &NO_KEY).is_some(),
+        pool.pick(None, &NO_KEY).is_ok(),
         "traffic alone takes nobody out"
     );
     for _ in 0..3 {
         pool.on_probe_failed(late);
     }
-    assert!(pool.pick(None, &NO_KEY).is_none());
+    assert!(pool.pick(None, &NO_KEY).is_err());
     assert_eq!(pool.ready_count(1), 0);
 }
 
@@ -242,7 +242,7 @@ fn a_drained_instance_takes_no_leg_and_its_last_release_says_so() {
         );
     }
     // The one that is left is not avoided.
-    assert!(pool.pick(Some(InstanceIndex(1)), &NO_KEY).is_some());
+    assert!(pool.pick(Some(InstanceIndex(1)), &NO_KEY).is_ok());
     assert_eq!(pool.routable(), [InstanceIndex(1)]);
     assert!(!pool.release(first.slot));
     assert!(!pool.release(second.slot), "its blocks are not read yet");
@@ -254,6 +254,32 @@ fn a_drained_instance_takes_no_leg_and_its_last_release_says_so() {
         pool.pick(None, &NO_KEY).expect("slots").instance,
         InstanceIndex(0)
     );
+}
+
+#[test]
+fn a_slot_takes_no_more_legs_than_it_may_and_a_worse_one_is_no_substitute() {
+    for policy in PolicyKind::ALL {
+        let mut pool = pool(policy, &[2, 1]).with_legs_max(2);
+        pool.on_connect_failed(InstanceIndex(1));
+        let held: Vec<Picked> = (0..4)
+            .map(|_| pool.pick(None, &NO_KEY).expect("room"))
+            .collect();
+        assert!(held.iter().all(|leg| leg.instance == InstanceIndex(0)));
+        assert_eq!(pool.view(0)[0].in_flight_by_rank, [2, 2], "{policy:?}");
+        assert_eq!(pool.pick(None, &NO_KEY), Err(NoSlot::Full));
+        assert_eq!(pool.room(None), Err(NoSlot::Full));
+        assert_eq!(pool.pick_at(InstanceIndex(0)), Err(NoSlot::Full));
+        // One that was tried and failed is left out for the other.
+        assert!(pool.room(Some(InstanceIndex(0))).is_ok());
+        pool.release(held[0].slot);
+        let next = pool.pick(None, &NO_KEY).expect("room");
+        assert_eq!((next.instance, next.rank), (held[0].instance, held[0].rank));
+        pool.set_standing(InstanceIndex(0), Standing::Drained);
+        pool.set_standing(InstanceIndex(1), Standing::Drained);
+        let none = NoSlot::NoEngine(Role::Prefill);
+        assert_eq!(pool.pick(None, &NO_KEY), Err(none));
+        assert_eq!(pool.pick_at(InstanceIndex(1)), Err(none));
+    }
 }
 
 #[test]

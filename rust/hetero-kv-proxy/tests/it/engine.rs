@@ -93,6 +93,8 @@ struct State {
     next: VecDeque<Script>,
     seen: Vec<Seen>,
     connections: usize,
+    /// Requests that are being performed, and the most there ever were.
+    running: (usize, usize),
     healthy: bool,
     blocks: Blocks,
     /// Answer to `GET /query`, as Mooncake's bootstrap server gives it.
@@ -136,6 +138,7 @@ impl Engine {
             next: VecDeque::new(),
             seen: Vec::new(),
             connections: 0,
+            running: (0, 0),
             healthy: true,
             blocks: Arc::clone(blocks),
             bootstrap: "{}".to_owned(),
@@ -201,6 +204,11 @@ impl Engine {
 
     pub(crate) fn count(&self) -> usize {
         self.state.lock().expect("state").seen.len()
+    }
+
+    /// The most requests that it ever performed at once.
+    pub(crate) fn peak(&self) -> usize {
+        self.state.lock().expect("state").running.1
     }
 
     /// How the `at`-th request ended, if it has.
@@ -270,15 +278,21 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
                 ended: None,
                 connection,
             });
+            state.running.0 += 1;
+            state.running.1 = state.running.1.max(state.running.0);
             (state.seen.len() - 1, script, Arc::clone(&state.blocks))
         };
-        let end = |ended| state.lock().expect("state").seen[at].ended = Some(ended);
+        let end = |ended| {
+            let mut state = state.lock().expect("state");
+            state.seen[at].ended = Some(ended);
+        };
         // Nothing but the end of the connection comes while a request runs.
         let mut scrap = [0; 64];
         let performed = tokio::select! {
             keep = perform(script, &body, &blocks, &mut writer) => Some(keep),
             _ = reader.read(&mut scrap) => None,
         };
+        state.lock().expect("state").running.0 -= 1;
         match performed {
             Some(keep) => {
                 end(Ended::Whole);

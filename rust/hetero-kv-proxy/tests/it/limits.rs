@@ -200,6 +200,7 @@ async fn more_requests_than_may_run_get_429_and_the_others_are_served() {
     ));
     let settings = Settings {
         requests_max: Some(8),
+        queue_max: Some(0),
         ..Settings::default()
     };
     let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;

@@ -1,0 +1,310 @@
+//! Who may run, and who waits for room: requests in all, and slots that have a limit of legs.
+//!
+//! What finds no room waits in one bounded queue, first come, first served. A request takes all the
+//! slots that it needs at once and holds none while it waits for another, so that no two requests
+//! can wait for each other.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::app::App;
+use crate::config::Config;
+use crate::metrics::{Metrics, ReasonLabels};
+use crate::openai::error::ApiError;
+use crate::routing::{Line, NoSlot, Role};
+use crate::slots::{Slots, Want};
+use crate::sync::lock;
+
+/// Time alone may make room, as when an engine that was kept out is tried again: how often the first
+/// in the line looks.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// The limits of one proxy, and the queue in front of them.
+#[derive(Debug)]
+pub struct Admission {
+    /// One permit for each request that may run.
+    running: Arc<Semaphore>,
+    /// Requests that wait for one.
+    outside: AtomicUsize,
+    /// Requests that wait for slots; as long as the line, to be read without its lock.
+    inside: AtomicUsize,
+    line: Mutex<Waiting>,
+    queue_max: usize,
+    queue_timeout: Duration,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    line: Line,
+    bells: HashMap<u64, Arc<Notify>>,
+}
+
+/// A request's number in the line, once it has one.
+#[derive(Debug, Default)]
+pub struct Ticket(AtomicU64);
+
+/// Where a request is when it waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begun {
+    /// No leg of it was sent: a proxy that ends sends it away, and another can serve it.
+    No,
+    /// A leg was sent: it is finished.
+    Yes,
+}
+
+/// Why there are no slots.
+#[derive(Debug)]
+pub enum Refused {
+    /// No instance of this role takes legs.
+    NoEngine(Role),
+    /// What the client is told.
+    Told(ApiError),
+}
+
+impl Admission {
+    /// The limits of `config`, with nobody waiting.
+    pub fn new(config: &Config) -> Self {
+        Self {
+            running: Arc::new(Semaphore::new(config.requests_max)),
+            outside: AtomicUsize::new(0),
+            inside: AtomicUsize::new(0),
+            line: Mutex::new(Waiting {
+                line: Line::new(config.queue_max),
+                bells: HashMap::new(),
+            }),
+            queue_max: config.queue_max,
+            queue_timeout: config.queue_timeout,
+        }
+    }
+
+    /// How many wait to run, and how many run and wait for slots.
+    pub fn waiting(&self) -> (usize, usize) {
+        let outside = self.outside.load(Ordering::Relaxed);
+        (outside, self.inside.load(Ordering::Relaxed))
+    }
+
+    /// Waits until one more request may run.
+    ///
+    /// # Errors
+    /// 429 when the queue is full, 503 when it took too long or the proxy ends.
+    pub async fn enter(&self, app: &App) -> Result<OwnedSemaphorePermit, ApiError> {
+        if let Ok(permit) = Arc::clone(&self.running).try_acquire_owned() {
+            return Ok(permit);
+        }
+        let counted = Counted::new(&self.outside);
+        if self.outside.load(Ordering::Relaxed) + self.inside.load(Ordering::Relaxed)
+            > self.queue_max
+        {
+            return Err(reject(&app.metrics, Reject::Full));
+        }
+        let begun = Instant::now();
+        let mut stop = app.stop.subscribe();
+        let permit = tokio::select! {
+            // tokio's semaphore is fair: first come, first served.
+            permit = Arc::clone(&self.running).acquire_owned() => permit.ok(),
+            () = sleep_until(begun + self.queue_timeout) => None,
+            () = stopped(&mut stop) => return Err(reject(&app.metrics, Reject::Drain)),
+        };
+        drop(counted);
+        match permit {
+            Some(permit) => {
+                served(&app.metrics, begun);
+                Ok(permit)
+            }
+            None => Err(reject(&app.metrics, Reject::Timeout)),
+        }
+    }
+
+    /// Takes all slots that `want` asks for, waiting for room where there is none.
+    ///
+    /// # Errors
+    /// [`Refused`]; 429 when the queue is full, 503 when it took too long, or the proxy ends before
+    /// the request has begun.
+    pub async fn slots(
+        &self,
+        app: &Arc<App>,
+        want: &Want<'_>,
+        ticket: &Ticket,
+        begun: Begun,
+    ) -> Result<Slots, Refused> {
+        let told = |why| Refused::Told(reject(&app.metrics, why));
+        if !app.has_limits() {
+            return app.try_slots(want).map_err(|none| match none {
+                NoSlot::NoEngine(role) => Refused::NoEngine(role),
+                // Without a limit there is always room.
+                NoSlot::Full => told(Reject::Full),
+            });
+        }
+        let wants = want.wants();
+        let place = {
+            let mut waiting = lock(&self.line);
+            let number = ticket.number(&mut waiting.line);
+            if waiting.line.is_next(number, wants) {
+                match app.try_slots(want) {
+                    Ok(slots) => return Ok(slots),
+                    Err(NoSlot::NoEngine(role)) => return Err(Refused::NoEngine(role)),
+                    Err(NoSlot::Full) => {}
+                }
+            }
+            let outside = self.outside.load(Ordering::Relaxed);
+            if waiting.line.enter(number, wants, outside).is_err() {
+                return Err(told(Reject::Full));
+            }
+            let bell = Arc::new(Notify::new());
+            waiting.bells.insert(number, Arc::clone(&bell));
+            self.inside.fetch_add(1, Ordering::SeqCst);
+            Place {
+                admission: self,
+                number,
+                bell,
+            }
+        };
+        let since = Instant::now();
+        let mut stop = app.stop.subscribe();
+        let over = sleep_until(since + self.queue_timeout);
+        tokio::pin!(over);
+        loop {
+            // Room may have come between the look above and the place in the line.
+            {
+                let waiting = lock(&self.line);
+                if waiting.line.is_next(place.number, wants) {
+                    match app.try_slots(want) {
+                        Ok(slots) => {
+                            served(&app.metrics, since);
+                            return Ok(slots);
+                        }
+                        Err(NoSlot::NoEngine(role)) => return Err(Refused::NoEngine(role)),
+                        Err(NoSlot::Full) => {}
+                    }
+                }
+            }
+            tokio::select! {
+                _ = timeout(LOOK, place.bell.notified()) => {}
+                () = &mut over => return Err(told(Reject::Timeout)),
+                () = stopped(&mut stop), if begun == Begun::No => {
+                    return Err(told(Reject::Drain));
+                }
+            }
+        }
+    }
+
+    /// Tells those who may be served that there may be room.
+    pub fn ring(&self) {
+        if self.inside.load(Ordering::SeqCst) > 0 {
+            lock(&self.line).ring();
+        }
+    }
+}
+
+impl Waiting {
+    fn ring(&self) {
+        for number in self.line.heads() {
+            if let Some(bell) = self.bells.get(&number) {
+                bell.notify_one();
+            }
+        }
+    }
+}
+
+impl Ticket {
+    /// The number; the first call draws it.
+    fn number(&self, line: &mut Line) -> u64 {
+        let known = self.0.load(Ordering::Relaxed);
+        if known != 0 {
+            return known;
+        }
+        let drawn = line.number();
+        self.0.store(drawn, Ordering::Relaxed);
+        drawn
+    }
+}
+
+/// A place in the line, given up when dropped: served, refused, or the client left.
+struct Place<'a> {
+    admission: &'a Admission,
+    number: u64,
+    bell: Arc<Notify>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut waiting = lock(&self.admission.line);
+        waiting.line.leave(self.number);
+        waiting.bells.remove(&self.number);
+        self.admission.inside.fetch_sub(1, Ordering::SeqCst);
+        // The next may be first now, and a bell that rang for this one is not lost.
+        waiting.ring();
+    }
+}
+
+/// Counts while it lives.
+struct Counted<'a>(&'a AtomicUsize);
+
+impl<'a> Counted<'a> {
+    fn new(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Why the queue sends a request away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reject {
+    Full,
+    Timeout,
+    Drain,
+}
+
+fn reject(metrics: &Metrics, why: Reject) -> ApiError {
+    let (reason, error) = match why {
+        Reject::Full => (
+            "full",
+            ApiError::new(
+                429,
+                "too_many_requests",
+                "the proxy is serving as many requests as it may, and as many wait; try again \
+                 shortly",
+            ),
+        ),
+        Reject::Timeout => (
+            "timeout",
+            ApiError::new(
+                503,
+                "queue_timeout",
+                "no engine had room for the request while it waited; try again shortly",
+            ),
+        ),
+        Reject::Drain => (
+            "drain",
+            ApiError::new(
+                503,
+                "draining",
+                "the proxy is ending, and the request has not begun; send it again",
+            ),
+        ),
+    };
+    let labels = ReasonLabels { reason };
+    metrics.queue_rejects.get_or_create(&labels).inc();
+    error
+}
+
+fn served(metrics: &Metrics, since: Instant) {
+    let seconds = since.elapsed().as_secs_f64();
+    metrics.queue_wait_seconds.observe(seconds);
+}
+
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    // The sender lives as long as the app.
+    let _stopped = stop.wait_for(|stop| *stop).await;
+}

@@ -1,0 +1,306 @@
+//! Limits of legs and requests, and the queue in front of them.
+
+use std::time::Duration;
+
+use hetero_kv_proxy::cli::Settings;
+use hetero_kv_proxy::run::Proxy;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::client::{Client, Reply};
+use crate::engine::{Blocks, Ended, Engine, Script, freed};
+use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
+
+fn slow(ms: u64, script: Script) -> Script {
+    Script::After(Duration::from_millis(ms), Box::new(script))
+}
+
+/// A request of its own connection whose answer is waited for elsewhere.
+async fn send(proxy: &Proxy, body: &str) -> JoinHandle<Reply> {
+    let mut client = Client::connect(proxy.address).await;
+    client.post(COMPLETIONS, &[], body.as_bytes()).await;
+    tokio::spawn(async move { client.reply().await })
+}
+
+fn waiting(proxy: &Proxy) -> usize {
+    let (requests, slots) = proxy.app.admission.waiting();
+    requests + slots
+}
+
+#[tokio::test]
+async fn a_worker_gets_no_more_legs_than_it_may_and_the_rest_wait_in_order() {
+    const CLIENTS: usize = 100;
+    const LIMIT: usize = 4;
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    p.always(slow(60, Script::Prefill));
+    let settings = Settings {
+        prefill_requests_max: Some(LIMIT as u32),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    let mut clients = Vec::new();
+    for at in 0..CLIENTS {
+        let body = format!(r#"{{"prompt":"{at}","max_tokens":8}}"#);
+        clients.push(send(&proxy, &body).await);
+        // Each has come before the next is sent.
+        until("the request waits or runs", || {
+            p.count() + waiting(&proxy) > at
+        })
+        .await;
+    }
+    for client in clients {
+        let reply = client.await.expect("a client");
+        assert_eq!(reply.status, 200, "{}", reply.text());
+    }
+    assert_eq!(p.peak(), LIMIT);
+    let seen = p.seen();
+    assert_eq!(seen.len(), CLIENTS);
+    for (place, seen) in seen.iter().enumerate() {
+        let prompt = seen.json()["prompt"].clone();
+        let at: usize = prompt.as_str().expect("text").parse().expect("a number");
+        // Legs that go out at the same moment may reach the engine in any order.
+        assert!(place.abs_diff(at) < LIMIT, "{at} came at {place}");
+    }
+    assert!(blocks.lock().expect("blocks").is_empty());
+    let waited = metric(&proxy, "queue_wait_seconds_count").await;
+    assert!(waited > 50.0, "{waited}");
+    assert_eq!(metric(&proxy, "queue_length{wait=\"slots\"}").await, 0.0);
+}
+
+#[tokio::test]
+async fn a_limit_holds_for_each_rank_of_each_instance() {
+    let blocks = Blocks::default();
+    let (p0, p1) = (
+        Engine::prefill(&blocks).await,
+        Engine::prefill(&blocks).await,
+    );
+    let d = Engine::decode(&blocks).await;
+    for engine in [&p0, &p1] {
+        engine.always(slow(30, Script::Prefill));
+    }
+    let settings = Settings {
+        worker_requests_max: Some(2),
+        decode_requests_max: Some(0),
+        ..Settings::default()
+    };
+    let prefill = [format!("{},dp=2", p0.url()), p1.url()];
+    let proxy = proxy_with(settings, &prefill, &urls(&[&d])).await;
+    let mut clients = Vec::new();
+    for _ in 0..40 {
+        clients.push(send(&proxy, PROMPT).await);
+    }
+    for client in clients {
+        assert_eq!(client.await.expect("a client").status, 200);
+    }
+    assert_eq!((p0.peak(), p1.peak()), (4, 2));
+}
+
+#[tokio::test]
+async fn a_full_queue_is_429_and_a_long_wait_503_both_with_retry_after() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    p.once(slow(2_000, Script::Prefill));
+    let settings = Settings {
+        worker_requests_max: Some(1),
+        queue_max: Some(2),
+        queue_timeout_s: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    let first = send(&proxy, PROMPT).await;
+    until("the first runs", || p.count() == 1).await;
+    let start = Instant::now();
+    let (second, third) = (send(&proxy, PROMPT).await, send(&proxy, STREAM).await);
+    until("two wait", || waiting(&proxy) == 2).await;
+    assert_eq!(metric(&proxy, "queue_length{wait=\"slots\"}").await, 2.0);
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!(
+        (reply.status, reply.error_code().as_str()),
+        (429, "too_many_requests")
+    );
+    assert_eq!(reply.headers["retry-after"], "1");
+    for client in [second, third] {
+        let reply = client.await.expect("a client");
+        assert_eq!(
+            (reply.status, reply.error_code().as_str()),
+            (503, "queue_timeout")
+        );
+        assert_eq!(reply.headers["retry-after"], "1");
+    }
+    let took = start.elapsed();
+    assert!(took >= Duration::from_millis(900), "{took:?}");
+    assert_eq!(first.await.expect("a client").status, 200);
+    // Nothing was sent for those who were sent away.
+    assert_eq!((p.count(), d.count()), (1, 1));
+    let rejects = |reason| format!("queue_rejects_total{{reason=\"{reason}\"}}");
+    assert_eq!(metric(&proxy, &rejects("full")).await, 1.0);
+    assert_eq!(metric(&proxy, &rejects("timeout")).await, 2.0);
+    assert_eq!(metric(&proxy, "queue_wait_seconds_count").await, 0.0);
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
+}
+
+#[tokio::test]
+async fn requests_over_the_limit_in_all_wait_in_order_and_are_served() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    p.always(slow(40, Script::Prefill));
+    let settings = Settings {
+        requests_max: Some(1),
+        queue_max: Some(9),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    let mut clients = Vec::new();
+    for at in 0..10 {
+        let body = format!(r#"{{"prompt":"{at}","max_tokens":8}}"#);
+        clients.push(send(&proxy, &body).await);
+        until("the request waits or runs", || {
+            p.count() + waiting(&proxy) > at
+        })
+        .await;
+    }
+    for client in clients {
+        assert_eq!(client.await.expect("a client").status, 200);
+    }
+    let prompts: Vec<String> = p
+        .seen()
+        .iter()
+        .map(|seen| seen.json()["prompt"].as_str().expect("text").to_owned())
+        .collect();
+    assert_eq!(
+        prompts,
+        (0..10).map(|at| at.to_string()).collect::<Vec<_>>()
+    );
+    assert_eq!(p.peak(), 1);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_the_queue_makes_room_in_it_and_sends_nothing() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    for (requests_max, phase) in [(4_096, "queue"), (1, "admit")] {
+        let settings = Settings {
+            worker_requests_max: Some(1),
+            requests_max: Some(requests_max),
+            ..Settings::default()
+        };
+        let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+        let before = p.count();
+        p.once(slow(600, Script::Prefill));
+        let first = send(&proxy, PROMPT).await;
+        until("the first runs", || p.count() == before + 1).await;
+        let mut leaver = Client::connect(proxy.address).await;
+        // More than is read without asking for it.
+        let body = STREAM.replace("hello", &"hello".repeat(300_000));
+        leaver.post(COMPLETIONS, &[], body.as_bytes()).await;
+        until("it waits", || waiting(&proxy) == 1).await;
+        let last = send(&proxy, PROMPT).await;
+        until("another waits", || waiting(&proxy) == 2).await;
+        drop(leaver);
+        let took = until("it left the queue", || waiting(&proxy) == 1).await;
+        assert!(took < Duration::from_millis(300), "{took:?}");
+        assert_eq!(p.count(), before + 1, "the first still runs");
+        assert_eq!(first.await.expect("a client").status, 200);
+        assert_eq!(last.await.expect("a client").status, 200);
+        assert_eq!(p.count(), before + 2, "{phase}");
+        let left = format!("client_disconnects_total{{phase=\"{phase}\"}}");
+        assert_eq!(metric(&proxy, &left).await, 1.0);
+    }
+}
+
+#[tokio::test]
+async fn a_drain_sends_away_what_has_not_begun_and_ends_what_has() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let settings = Settings {
+        worker_requests_max: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    p.once(slow(500, Script::Prefill));
+    let first = send(&proxy, PROMPT).await;
+    until("the first runs", || p.count() == 1).await;
+    let second = send(&proxy, PROMPT).await;
+    until("the second waits", || waiting(&proxy) == 1).await;
+    let start = Instant::now();
+    let drained = async { (proxy.drain(Duration::from_secs(10)).await, start.elapsed()) };
+    let sent_away = async { (second.await.expect("a client"), start.elapsed()) };
+    let ((drained, _), (reply, at)) = tokio::join!(drained, sent_away);
+    assert!(drained);
+    assert_eq!(
+        (reply.status, reply.error_code().as_str()),
+        (503, "draining")
+    );
+    assert_eq!(reply.headers["retry-after"], "1");
+    assert!(at < Duration::from_millis(300), "{at:?}");
+    assert_eq!(first.await.expect("a client").status, 200);
+    assert_eq!((p.count(), d.count()), (1, 1));
+}
+
+/// Blocks that wait for a decode slot would be held against a lease.
+#[tokio::test]
+async fn nothing_is_prefilled_before_decode_has_room() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let settings = Settings {
+        decode_requests_max: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    d.once(slow(400, Script::Decode));
+    let first = send(&proxy, PROMPT).await;
+    until("the first decodes", || d.count() == 1).await;
+    let second = send(&proxy, PROMPT).await;
+    until("the second waits", || waiting(&proxy) == 1).await;
+    assert_eq!((p.count(), p.ended(0)), (1, Some(Ended::Whole)));
+    assert_eq!(first.await.expect("a client").status, 200);
+    assert_eq!(second.await.expect("a client").status, 200);
+    let waited = p.seen()[1].at - d.seen()[0].at;
+    assert!(waited >= Duration::from_millis(400), "{waited:?}");
+    assert_eq!((p.count(), d.count(), d.peak()), (2, 2, 1));
+    freed(&blocks).await;
+}
+
+#[tokio::test]
+async fn what_is_relayed_counts_against_the_limit_of_decode() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let settings = Settings {
+        decode_requests_max: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    d.always(slow(50, Script::Answer(200, "application/json", "{}")));
+    let mut clients = Vec::new();
+    for _ in 0..6 {
+        let mut client = Client::connect(proxy.address).await;
+        client.post("/v1/embeddings", &[], b"{}").await;
+        clients.push(tokio::spawn(async move { client.reply().await }));
+    }
+    for client in clients {
+        assert_eq!(client.await.expect("a client").status, 200);
+    }
+    assert_eq!((d.count(), d.peak()), (6, 1));
+}
