@@ -91,6 +91,12 @@ settings! {
     /// Address of a listener for administrators, where workers register, are drained and removed (docs/proxy.md); keep clients from it. None without it
     #[arg(value_name = "HOST:PORT")]
     admin_listen: String, "HETERO_KV_PROXY_ADMIN_LISTEN";
+    /// Address where MoRI-IO workers register over ZeroMQ, as vLLM has them do (its proxy_ip and proxy_ping_port); with --connector moriio-read or moriio-write. Keep clients from it. None without it
+    #[arg(value_name = "HOST:PORT")]
+    zmq_listen: String, "HETERO_KV_PROXY_ZMQ_LISTEN";
+    /// How long a worker that registered over ZeroMQ is good for after each of its frames, which come every 3 s (older vLLM: 5 s) [default: 15000]
+    #[arg(value_name = "MS")]
+    zmq_ttl_ms: u64, "HETERO_KV_PROXY_ZMQ_TTL_MS";
     /// A prefill instance: base URL, its number of DP ranks, header value of its first rank, and what the connector needs (docs/proxy.md); repeatable (in the environment: separated by blanks)
     #[arg(value_name = "URL[,dp=N][,rank0=K][,...]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
     prefill: Vec<String>, "HETERO_KV_PROXY_PREFILL";

@@ -10,6 +10,7 @@ use crate::connectors::{self, Connector, Order};
 use crate::routing::policy::PolicyKind;
 use crate::routing::{OnMissingKv, Role};
 
+mod access;
 mod address;
 
 pub use address::{BaseUrl, Worker, host_port};
@@ -37,12 +38,16 @@ pub struct Config {
     pub listen: String,
     /// `HOST:PORT` of the administrators' listener, where there is one.
     pub admin_listen: Option<String>,
+    /// `HOST:PORT` where workers register over ZeroMQ, where they may.
+    pub zmq_listen: Option<String>,
+    /// For how long such a registration is good.
+    pub zmq_ttl: Duration,
     /// KV connector of the engines.
     pub connector: &'static dyn Connector,
-    /// Prefill instances: at least one without `admin_listen`, and none for a connector without a
+    /// Prefill instances: at least one where none can register, and none for a connector without a
     /// prefill leg.
     pub prefill: Vec<Worker>,
-    /// Decode instances: at least one without `admin_listen`.
+    /// Decode instances: at least one where none can register.
     pub decode: Vec<Worker>,
     /// Policy of the prefill leg.
     pub prefill_policy: PolicyKind,
@@ -165,8 +170,9 @@ impl Config {
         let connector = known.unwrap_or(connectors::ALL[0]);
         let alone = connector.order() == Order::DecodeAlone;
         let none = |given: &Option<Vec<String>>| given.as_ref().is_none_or(Vec::is_empty);
+        let zmq_listen = faults.zmq(resolved.zmq_listen.as_ref(), connector);
         let needed = |flag| format!("{flag}: at least one instance is needed, or --admin-listen");
-        let may_register = admin_listen.is_some();
+        let may_register = admin_listen.is_some() || zmq_listen.is_some();
         if alone && !none(&resolved.prefill) {
             faults.add(format!(
                 "--prefill: --connector {name} sends no prefill leg; give decode only"
@@ -223,6 +229,12 @@ impl Config {
         let handover_grace = ms("--handover-grace-ms", &mut r.handover_grace_ms, 1000, 0);
         let health_interval = ms("--health-interval-ms", &mut r.health_interval_ms, 2_000, 10);
         let health_timeout = ms("--health-timeout-ms", &mut r.health_timeout_ms, 5_000, 10);
+        let zmq_ttl = ms(
+            "--zmq-ttl-ms",
+            &mut r.zmq_ttl_ms,
+            15_000,
+            access::ZMQ_TTL_MS_MIN,
+        );
         let mut seconds = |flag: &str, slot: &mut Option<u64>, default, low| {
             Duration::from_secs(faults.range(flag, slot, default, low, DAY_S))
         };
@@ -304,6 +316,8 @@ impl Config {
         Ok(Self {
             listen,
             admin_listen,
+            zmq_listen,
+            zmq_ttl,
             connector,
             prefill,
             decode,

@@ -89,6 +89,13 @@ pub struct WaitLabels {
     pub wait: &'static str,
 }
 
+/// One label that says what became of something.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct OutcomeLabels {
+    /// The outcome, from a fixed set.
+    pub outcome: &'static str,
+}
+
 /// One label for the leg.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RoleLabels {
@@ -134,6 +141,8 @@ pub struct Metrics {
     pub queue_wait_seconds: Histogram,
     /// Requests that the queue sent away.
     pub queue_rejects: Family<ReasonLabels, Counter>,
+    /// Registrations over ZeroMQ, and connections that brought none.
+    pub zmq_frames: Family<OutcomeLabels, Counter>,
 }
 
 impl Default for Metrics {
@@ -156,6 +165,7 @@ impl Default for Metrics {
             queue_length: Family::default(),
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
+            zmq_frames: Family::default(),
             registry: Registry::default(),
             scrape: Mutex::new(()),
         };
@@ -227,6 +237,11 @@ impl Default for Metrics {
             "queue_rejects",
             "Requests that the queue sent away",
             new.queue_rejects.clone(),
+        );
+        r.register(
+            "zmq_frames",
+            "Registrations over ZeroMQ by outcome, and connections that broke",
+            new.zmq_frames.clone(),
         );
         new.registry = registry;
         new

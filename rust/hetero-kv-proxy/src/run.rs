@@ -38,8 +38,16 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         }
         None => None,
     };
+    let zmq = match &config.zmq_listen {
+        Some(address) => {
+            let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
+            let bound = server::bind(&host, port).await;
+            Some(bound.with_context(|| format!("listening on {address} for ZeroMQ"))?)
+        }
+        None => None,
+    };
     let drain = config.drain_timeout;
-    let proxy = Proxy::start(config, listener, admin)?;
+    let proxy = Proxy::start_all(config, listener, admin, zmq)?;
 
     let name = stop_signal().await;
     tracing::info!(signal = name, drain_s = drain.as_secs(), "draining");
@@ -75,6 +83,19 @@ impl Proxy {
         listener: TcpListener,
         admin: Option<TcpListener>,
     ) -> anyhow::Result<Self> {
+        Self::start_all(config, listener, admin, None)
+    }
+
+    /// As [`Proxy::start`], and listens for MoRI-IO's workers on `zmq`.
+    ///
+    /// # Errors
+    /// As [`Proxy::start`].
+    pub fn start_all(
+        config: Config,
+        listener: TcpListener,
+        admin: Option<TcpListener>,
+        zmq: Option<TcpListener>,
+    ) -> anyhow::Result<Self> {
         let app = App::new(config)?;
         let address = listener.local_addr().context("the listener's address")?;
         for role in [Role::Prefill, Role::Decode] {
@@ -94,10 +115,19 @@ impl Proxy {
                     .context("the admin listener's address")?;
                 tracing::info!(listen = %bound, "serving administrators");
                 admin_address = Some(bound);
-                tokio::spawn(workers::sweep(Arc::clone(&app)));
             }
             let stopped = app.stop.subscribe();
             tokio::spawn(server::run(Arc::clone(&app), door, listener, stopped));
+        }
+        let may_register = admin_address.is_some() || zmq.is_some();
+        if may_register {
+            tokio::spawn(workers::sweep(Arc::clone(&app)));
+        }
+        if let Some(listener) = zmq {
+            let bound = listener.local_addr().context("ZeroMQ's address")?;
+            tracing::info!(listen = %bound, "registering over ZeroMQ");
+            let (ttl, stopped) = (app.config.zmq_ttl, app.stop.subscribe());
+            tokio::spawn(workers::zmq::run(Arc::clone(&app), listener, ttl, stopped));
         }
         tracing::info!(
             listen = %address,

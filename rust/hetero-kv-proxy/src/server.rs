@@ -29,7 +29,7 @@ const BACKLOG: u32 = 4_096;
 const ABORT: &str = "/abort_requests";
 /// Pause after a failed accept, such as one for want of descriptors, which ends when a connection
 /// closes.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Binds the first address of `host` that can be bound.
 ///
@@ -67,7 +67,7 @@ pub enum Door {
 }
 
 /// Connections that a worker of [`crate::workers`] or an administrator may hold, all together.
-const ADMIN_CONNECTIONS_MAX: usize = 2_048;
+pub(crate) const ADMIN_CONNECTIONS_MAX: usize = 2_048;
 
 /// Accepts and serves until `stop` turns true, then stops accepting and returns; connections end
 /// by themselves and are in `app.tasks`.

@@ -229,3 +229,23 @@ fn listen_addresses() {
         assert!(host_port(bad).is_err(), "{bad}");
     }
 }
+
+#[test]
+fn zeromq_is_for_moriio_and_lets_workers_come_later() {
+    let config = resolve(&[
+        "--connector",
+        "moriio-read",
+        "--zmq-listen",
+        "0.0.0.0:36367",
+    ]);
+    let config = config.expect("no worker is needed");
+    assert_eq!(config.zmq_listen.as_deref(), Some("0.0.0.0:36367"));
+    assert_eq!(config.zmq_ttl, Duration::from_secs(15));
+    let mut args = PAIR.to_vec();
+    args.extend(["--zmq-listen", "nowhere", "--zmq-ttl-ms", "8999"]);
+    let faults = faults(&args);
+    assert_eq!(faults.len(), 3, "{faults:?}");
+    assert!(faults[0].starts_with("--zmq-listen nowhere: must be HOST:PORT"));
+    assert!(faults[1].contains("--connector is hetero; take moriio-read"));
+    assert!(faults[2].starts_with("--zmq-ttl-ms 8999: must be 9000 to"));
+}

@@ -89,6 +89,11 @@ pub trait Connector: fmt::Debug + Send + Sync {
         false
     }
 
+    /// The `transfer_mode` that its workers name where they register as MoRI-IO's do.
+    fn moriio_mode(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Which of [`WORKER_KEYS`] a worker of this connector may state.
     fn worker_keys(&self) -> &'static [&'static str] {
         &[]

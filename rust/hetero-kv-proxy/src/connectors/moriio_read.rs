@@ -21,6 +21,10 @@ impl Connector for MoriioRead {
         true
     }
 
+    fn moriio_mode(&self) -> Option<&'static str> {
+        Some("READ")
+    }
+
     fn worker_keys(&self) -> &'static [&'static str] {
         &moriio::KEYS
     }

@@ -21,6 +21,10 @@ impl Connector for MoriioWrite {
         true
     }
 
+    fn moriio_mode(&self) -> Option<&'static str> {
+        Some("WRITE")
+    }
+
     fn worker_keys(&self) -> &'static [&'static str] {
         &moriio::KEYS
     }

@@ -30,7 +30,7 @@ pub(super) struct Told {
 }
 
 /// The members of one JSON object, each once, in their order.
-struct Members(Vec<(String, Value)>);
+pub(super) struct Members(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Members {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -82,7 +82,7 @@ fn members(body: &[u8], allowed: &[String]) -> Result<Members, ApiError> {
 }
 
 impl Members {
-    fn get(&self, field: &str) -> Option<&Value> {
+    pub(super) fn get(&self, field: &str) -> Option<&Value> {
         let found = self.0.iter().find(|(name, _)| name == field);
         found
             .map(|(_, value)| value)

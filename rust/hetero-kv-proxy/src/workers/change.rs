@@ -7,7 +7,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use super::body::{Told, refused};
 use crate::app::App;
-use crate::config::{Worker, worker_faults};
+use crate::config::{Worker, base_url, worker_faults};
 use crate::connectors::Order;
 use crate::instance::{Instance, Leave, Registration};
 use crate::openai::error::ApiError;
@@ -66,6 +66,16 @@ fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiError> {
         Some(found) => Err(refused(found)),
         None => Ok(()),
     }
+}
+
+/// What is known of the worker of a role at `url`.
+pub(super) fn known_part(app: &App, role: Role, url: &str) -> Option<Worker> {
+    let base = base_url(url).ok()?;
+    let here = app.snapshot(role);
+    let mut known = here.iter().filter(|known| known.worker.base == base);
+    known
+        .find(|known| known.leave().is_none())
+        .map(|known| known.worker.clone())
 }
 
 /// A worker registers, or is heard of again. Returns its instance and whether that is a new one.

@@ -2,6 +2,7 @@
 
 mod body;
 mod change;
+pub(crate) mod zmq;
 
 use std::sync::Arc;
 use std::time::Duration;

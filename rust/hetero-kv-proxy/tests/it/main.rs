@@ -21,6 +21,7 @@ mod routes;
 mod streaming;
 mod together;
 mod workers;
+mod zmq;
 
 use std::time::Duration;
 
