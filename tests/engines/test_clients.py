@@ -57,6 +57,7 @@ TOOL = {
         },
     },
 }
+COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
 GREEDY: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0, "seed": 7}
 
 
@@ -65,7 +66,7 @@ def site(references: References, engine_logs: Path) -> Iterator[Site]:
     reference = references.of("gqa")
     # A model of random weights would fill a tool call with blanks.
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    tools += ("--structured-outputs-config", json.dumps({"disable_any_whitespace": True}))
+    tools += ("--structured-outputs-config", json.dumps(COMPACT))
     specs = [spec(role, role, reference, SETTINGS, flags=tools) for role in ("prefill", "decode")]
     with open_site(specs, reference, engine_logs / "clients", ("prefill", "decode")) as site:
         yield site
