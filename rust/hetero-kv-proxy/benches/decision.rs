@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use hetero_kv_proxy::routing::policy::{KeyParts, PolicyKind, RequestKey};
-use hetero_kv_proxy::routing::{HealthRules, InstanceSpec, Pool, Role};
+use hetero_kv_proxy::routing::{Ask, BreakerRules, HealthRules, InstanceSpec, Pool, Role};
 
 const WORKERS: usize = 64;
 const RANKS: u32 = 8;
@@ -33,6 +33,10 @@ fn pool(policy: PolicyKind) -> Pool {
     let rules = HealthRules {
         failures_max: 3,
         fresh_ms: 9_000,
+        breaker: BreakerRules {
+            failures_max: 5,
+            open_ms: 5_000,
+        },
     };
     Pool::new(Role::Prefill, specs, policy, rules)
 }
@@ -56,6 +60,14 @@ fn keys(prompt: &[u8]) -> RequestKey {
         session: None,
         prompt_bytes: 256,
     })
+}
+
+fn ask(key: &RequestKey) -> Ask<'_> {
+    Ask {
+        key,
+        avoid: &[],
+        now_ms: 0,
+    }
 }
 
 /// The times of all decisions, sorted.
@@ -84,7 +96,7 @@ fn time(policy: PolicyKind) -> Vec<Duration> {
             false => RequestKey::default(),
         };
         let picked = pool
-            .pick(None, &key)
+            .pick(&ask(&key))
             .expect("invariant: the pool has slots");
         times.push(start.elapsed());
         held.push_back(picked.slot);
@@ -115,7 +127,7 @@ fn memory() -> (u64, u64) {
     for prompt in 0_u64..1_000_000 {
         text[..8].copy_from_slice(&prompt.to_le_bytes());
         let picked = pool
-            .pick(None, &keys(&text))
+            .pick(&ask(&keys(&text)))
             .expect("invariant: the pool has slots");
         pool.release(picked.slot);
         if prompt == 100_000 {

@@ -10,10 +10,11 @@ use crate::admission::Admission;
 use crate::config::{Config, Worker};
 use crate::instance::{Instance, Leave, Registration};
 use crate::lease::KeptBlocks;
-use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels};
+use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels};
 use crate::probe;
 use crate::routing::{
-    HealthRules, HealthState, InstanceIndex, InstanceView, Pool, Role, SlotId, Standing,
+    BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, LegFault, Pool, Role,
+    SlotId, Standing,
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -73,6 +74,10 @@ impl App {
             failures_max: config.health_failures_max,
             // An engine that answers each probe just in time stays ready.
             fresh_ms: 2 * interval_ms + timeout_ms,
+            breaker: BreakerRules {
+                failures_max: config.breaker_failures_max,
+                open_ms: config.breaker_open.as_millis() as u64,
+            },
         };
         let side = |role: Role| {
             let (policy, legs_max) = match role {
@@ -295,7 +300,31 @@ impl App {
         change(&mut lock(self.side(role)).pool)
     }
 
-    /// An engine answered a probe well, or a leg with a status below 500.
+    /// An engine answered a probe well.
+    pub fn note_probed(&self, instance: &Instance) {
+        let now_ms = self.now_ms();
+        self.note(instance, |pool| {
+            pool.on_probe_answered(instance.index, now_ms);
+        });
+    }
+
+    /// A leg that began at `began_ms` was served.
+    pub(crate) fn note_served(&self, instance: &Instance, began_ms: u64) {
+        let now_ms = self.now_ms();
+        self.note(instance, |pool| {
+            pool.on_served(instance.index, began_ms, now_ms);
+        });
+    }
+
+    /// A leg that began at `began_ms` failed by the engine's fault.
+    pub(crate) fn note_failed(&self, instance: &Instance, fault: LegFault, began_ms: u64) {
+        let now_ms = self.now_ms();
+        self.note(instance, |pool| {
+            pool.on_failed(instance.index, fault, began_ms, now_ms);
+        });
+    }
+
+    /// An engine answered a leg with a status below 500.
     pub fn note_answer(&self, instance: &Instance) {
         let now_ms = self.now_ms();
         self.note(instance, |pool| pool.on_answer(instance.index, now_ms));
@@ -317,10 +346,11 @@ impl App {
 
     /// Changes an instance's health; each change of state is one log line.
     fn note(&self, instance: &Instance, change: impl FnOnce(&mut Pool)) {
+        let now_ms = self.now_ms();
         let changed = self.with_pool(instance.role, |pool| {
-            let before = pool.state(instance.index)?;
+            let before = pool.state(instance.index, now_ms)?;
             change(pool);
-            Some((before, pool.state(instance.index)?))
+            Some((before, pool.state(instance.index, now_ms)?))
         });
         let Some((before, after)) = changed.filter(|(before, after)| before != after) else {
             return;
@@ -329,12 +359,16 @@ impl App {
         self.admission.ring();
         let url = &*instance.label;
         let role = instance.role.name();
+        if after == HealthState::Open {
+            let labels = RoleLabels { role };
+            self.metrics.breaker_opens.get_or_create(&labels).inc();
+        }
         let (before, after_name) = (before.name(), after.name());
         match after {
-            HealthState::Healthy | HealthState::Unknown => {
+            HealthState::Healthy | HealthState::Unknown | HealthState::HalfOpen => {
                 tracing::info!(role, url, before, after = after_name, "engine state");
             }
-            HealthState::Suspect | HealthState::Unhealthy => {
+            HealthState::Suspect | HealthState::Open | HealthState::Unhealthy => {
                 tracing::warn!(role, url, before, after = after_name, "engine state");
             }
         }

@@ -187,6 +187,12 @@ settings! {
     /// Failed probes in a row that make an engine unhealthy [default: 3]
     #[arg(value_name = "N")]
     health_failures_max: u32, "HETERO_KV_PROXY_HEALTH_FAILURES_MAX";
+    /// Failed legs in a row that keep an engine out for a time, while another is there; 0 is never [default: 5]
+    #[arg(value_name = "N")]
+    breaker_failures_max: u32, "HETERO_KV_PROXY_BREAKER_FAILURES_MAX";
+    /// That time at first; each failed trial doubles it, up to eight times this [default: 5]
+    #[arg(value_name = "S")]
+    breaker_open_s: u64, "HETERO_KV_PROXY_BREAKER_OPEN_S";
     /// On SIGTERM or SIGINT: time for running requests to end [default: 30]
     #[arg(value_name = "S")]
     drain_timeout_s: u64, "HETERO_KV_PROXY_DRAIN_TIMEOUT_S";

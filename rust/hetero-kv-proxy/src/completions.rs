@@ -25,7 +25,7 @@ use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::openai::response::{Ended, ended, kv_transfer_params};
 use crate::routing::policy::{KeyParts, RequestKey};
-use crate::routing::{AfterPrefill, Flow, Role};
+use crate::routing::{AfterPrefill, Flow, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Slots};
 use crate::stream::{DecodeStream, outcome_of};
@@ -200,7 +200,7 @@ async fn legs(
 /// Takes the slots that the first legs need.
 async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
     let config = &call.app.config;
-    let any = Some(Choice::Any { avoid: None });
+    let any = Some(Choice::Any { avoid: &[] });
     // Where decode may be without room its slot is taken first: blocks never wait for it.
     let pair = config.connector.needs_pair() || config.decode_requests_max.is_some();
     let (prefill, decode) = match order {
@@ -221,7 +221,7 @@ async fn decode_alone(
     loop {
         let lease = match taken.take() {
             Some(lease) => lease,
-            None => call.slot(Role::Decode, next.avoid).await?,
+            None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
         };
         match call.send_decode(&lease, None, next.fresh).await {
             Ok(answer) => return Ok(DecodeHead::alone(answer, lease)),
@@ -259,7 +259,7 @@ async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefil
     loop {
         let lease = match taken.take() {
             Some(lease) => lease,
-            None => call.slot(Role::Prefill, next.avoid).await?,
+            None => call.slot(Role::Prefill, flow.tried(Role::Prefill)).await?,
         };
         // A new id each time: the engine that failed may still hold blocks under the old one.
         let transfer_id = random_hex()?;
@@ -307,11 +307,13 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     } = prefilled;
     let status = prefill.head.status;
     let Some(body) = read_answer(app, prefill.body).await else {
+        prefill_lease.note_failed(LegFault::Failed);
         prefill_lease.end("broken");
         return Err(answer_broken().into());
     };
     let prefill_instance = Arc::clone(prefill_lease.instance());
     let prefill_rank = prefill_lease.picked.rank;
+    let began_ms = prefill_lease.began_ms();
     // Before its leg ends: with neither, an instance that leaves is gone.
     let kept = app.keep_blocks(&prefill_instance);
     prefill_lease.end(outcome_of(status));
@@ -338,10 +340,11 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     let has_handle = leg(decode.as_ref()).is_some();
     let stopped = answer.ended == Ended::Stopped;
     match flow.prefill_answered(status.as_u16(), has_handle, stopped) {
-        AfterPrefill::HandOver => {}
+        AfterPrefill::HandOver => app.note_served(&prefill_instance, began_ms),
         AfterPrefill::PassOn => return Err(call.passed_on(prefill.head, body)),
         AfterPrefill::MissingKv => {
             app.metrics.kv_transfer_missing.inc();
+            app.note_failed(&prefill_instance, LegFault::Failed, began_ms);
             return Err(ApiError::new(
                 502,
                 "kv_transfer_missing",
@@ -352,16 +355,20 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         }
         AfterPrefill::Recompute => {
             app.metrics.kv_transfer_missing.inc();
+            app.note_failed(&prefill_instance, LegFault::Failed, began_ms);
             app.count_fallback("kv_transfer_missing");
         }
-        AfterPrefill::RecomputeStopped => app.count_fallback("prefill_stopped"),
+        AfterPrefill::RecomputeStopped => {
+            app.note_served(&prefill_instance, began_ms);
+            app.count_fallback("prefill_stopped");
+        }
     }
 
     let mut next = Attempt::default();
     loop {
         let lease = match decode.take() {
             Some(lease) => lease,
-            None => call.slot(Role::Decode, next.avoid).await?,
+            None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
         };
         let leg = leg(Some(&lease));
         match call.send_decode(&lease, leg.as_ref(), next.fresh).await {

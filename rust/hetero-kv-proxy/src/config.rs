@@ -99,6 +99,10 @@ pub struct Config {
     pub health_timeout: Duration,
     /// Failed probes in a row that make an engine unhealthy.
     pub health_failures_max: u32,
+    /// Failed legs in a row that keep an engine out; 0 is never.
+    pub breaker_failures_max: u32,
+    /// For how long at first.
+    pub breaker_open: Duration,
     /// Time for running requests to end at shutdown.
     pub drain_timeout: Duration,
     /// Worker threads; 0 is one for each core.
@@ -259,6 +263,7 @@ impl Config {
             1,
         );
         let queue_timeout = seconds("--queue-timeout-s", &mut r.queue_timeout_s, 30, 1);
+        let breaker_open = seconds("--breaker-open-s", &mut r.breaker_open_s, 5, 1);
         let drain_timeout = seconds("--drain-timeout-s", &mut r.drain_timeout_s, 30, 0);
         const BODY: u64 = 64 << 20;
         let body_bytes_max =
@@ -299,6 +304,13 @@ impl Config {
             &mut r.health_failures_max,
             3,
             1,
+            1_000,
+        );
+        let breaker_failures_max = faults.range(
+            "--breaker-failures-max",
+            &mut r.breaker_failures_max,
+            5,
+            0,
             1_000,
         );
         let hash_prompt_bytes = faults.range(
@@ -346,6 +358,8 @@ impl Config {
             health_interval,
             health_timeout,
             health_failures_max,
+            breaker_failures_max,
+            breaker_open,
             drain_timeout,
             threads,
             log_level,

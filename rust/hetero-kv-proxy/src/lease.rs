@@ -1,10 +1,11 @@
 //! What a request holds of an instance: a slot while a leg runs, and blocks until decode has them.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::app::App;
 use crate::instance::Instance;
-use crate::routing::{Picked, Role};
+use crate::routing::{LegFault, Picked, Role};
 use crate::upstream::Upstream;
 
 /// A chosen slot, in flight until dropped; the leg is then counted by how it ended. It holds its
@@ -15,6 +16,8 @@ pub struct SlotLease {
     instance: Arc<Instance>,
     /// What was chosen.
     pub picked: Picked,
+    /// When its leg went out, by the clock of routing.
+    began_ms: AtomicU64,
     outcome: &'static str,
 }
 
@@ -28,6 +31,7 @@ impl Drop for SlotLease {
 impl SlotLease {
     pub(crate) fn new(app: Arc<App>, instance: Arc<Instance>, picked: Picked) -> Self {
         Self {
+            began_ms: AtomicU64::new(app.now_ms()),
             app,
             instance,
             picked,
@@ -48,6 +52,26 @@ impl SlotLease {
     /// The role of the leg.
     pub fn role(&self) -> Role {
         self.instance.role
+    }
+
+    /// Its leg goes out now.
+    pub(crate) fn begin(&self) {
+        self.began_ms.store(self.app.now_ms(), Ordering::Relaxed);
+    }
+
+    /// When its leg went out, by the clock of routing.
+    pub(crate) fn began_ms(&self) -> u64 {
+        self.began_ms.load(Ordering::Relaxed)
+    }
+
+    /// The engine did what the leg asked of it.
+    pub(crate) fn note_served(&self) {
+        self.app.note_served(&self.instance, self.began_ms());
+    }
+
+    /// The leg failed by the engine's fault.
+    pub(crate) fn note_failed(&self, fault: LegFault) {
+        self.app.note_failed(&self.instance, fault, self.began_ms());
     }
 
     /// The engine gave a response head with a status below 500.

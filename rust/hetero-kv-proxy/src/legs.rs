@@ -18,7 +18,7 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
-use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, Role};
+use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, LegFault, Role};
 use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
@@ -69,8 +69,8 @@ impl Call {
     /// Takes the slots of the first legs, waiting for room.
     pub(crate) async fn slots(
         &self,
-        prefill: Option<Choice>,
-        decode: Option<Choice>,
+        prefill: Option<Choice<'_>>,
+        decode: Option<Choice<'_>>,
     ) -> Result<Slots, Refused> {
         self.take(prefill, decode, Begun::No).await
     }
@@ -78,19 +78,23 @@ impl Call {
     /// Takes slots for another pair of legs.
     pub(crate) async fn pair_again(
         &self,
-        avoid_prefill: Option<InstanceIndex>,
-        avoid_decode: Option<InstanceIndex>,
+        avoid_prefill: &[InstanceIndex],
+        avoid_decode: &[InstanceIndex],
     ) -> Result<Slots, Refused> {
-        let any = |avoid| Some(Choice::Any { avoid });
-        self.take(any(avoid_prefill), any(avoid_decode), Begun::Yes)
-            .await
+        let prefill = Choice::Any {
+            avoid: avoid_prefill,
+        };
+        let decode = Choice::Any {
+            avoid: avoid_decode,
+        };
+        self.take(Some(prefill), Some(decode), Begun::Yes).await
     }
 
     /// Takes a slot for another leg of a request that has begun.
     pub(crate) async fn slot(
         &self,
         role: Role,
-        avoid: Option<InstanceIndex>,
+        avoid: &[InstanceIndex],
     ) -> Result<SlotLease, Failure> {
         let choice = Some(Choice::Any { avoid });
         let taken = match role {
@@ -102,8 +106,8 @@ impl Call {
 
     async fn take(
         &self,
-        prefill: Option<Choice>,
-        decode: Option<Choice>,
+        prefill: Option<Choice<'_>>,
+        decode: Option<Choice<'_>>,
         begun: Begun,
     ) -> Result<Slots, Refused> {
         let want = Want {
@@ -144,13 +148,18 @@ impl Call {
             extra.push((headers::REQUEST_ID, id));
         }
         let (path, headers) = (self.route.path(), &self.headers);
+        lease.begin();
         let answer = lease
             .upstream()
             .send(&Method::POST, path, headers, &extra, body, fresh)
             .await?;
         // A client's mistake proves a living engine; its own failures prove nothing.
-        if answer.head.status.as_u16() < 500 {
+        let status = answer.head.status.as_u16();
+        if status < 500 {
             lease.note_answer();
+        }
+        if is_engine_failure(status) {
+            lease.note_failed(LegFault::Failed);
         }
         Ok(answer)
     }
@@ -193,7 +202,6 @@ impl Call {
 /// How the next try of a leg differs from the first.
 #[derive(Default, Clone, Copy)]
 pub(crate) struct Attempt {
-    pub(crate) avoid: Option<InstanceIndex>,
     pub(crate) fresh: bool,
 }
 
@@ -218,12 +226,19 @@ pub(crate) fn after_failure(
     let role = instance.role;
     let url = &*instance.label;
     tracing::debug!(role = role.name(), url, %error, "leg failed");
-    let (failure, outcome, code) = match error {
-        SendError::Connect(_) => (LegFailure::Connect, "connect", "unreachable"),
-        SendError::Reset { reused, .. } => (LegFailure::Reset { reused }, "reset", "reset"),
+    let (failure, fault, outcome, code) = match error {
+        SendError::Connect(_) => {
+            let fault = LegFault::Unreachable;
+            (LegFailure::Connect, fault, "connect", "unreachable")
+        }
+        SendError::Reset { reused, .. } => {
+            let fault = LegFault::Failed;
+            (LegFailure::Reset { reused }, fault, "reset", "reset")
+        }
         SendError::Bootstrap(reason) => {
             tracing::warn!(url, reason, "bootstrap server");
-            (LegFailure::Connect, "bootstrap", "bootstrap")
+            let fault = LegFault::Failed;
+            (LegFailure::Connect, fault, "bootstrap", "bootstrap")
         }
         SendError::Request(_) => {
             lease.end("unsent");
@@ -233,18 +248,13 @@ pub(crate) fn after_failure(
     };
     if failure != (LegFailure::Reset { reused: true }) {
         app.note_unreachable(&instance);
+        lease.note_failed(fault);
     }
     lease.end(outcome);
     let step = flow.leg_failed(role, failure, instance.index, app.routable(role).len());
     let next = match step {
-        AfterFailure::RetryElsewhere { avoid } => Attempt {
-            avoid: Some(avoid),
-            fresh: false,
-        },
-        AfterFailure::RetryFresh => Attempt {
-            avoid: None,
-            fresh: true,
-        },
+        AfterFailure::RetryElsewhere => Attempt { fresh: false },
+        AfterFailure::RetryFresh => Attempt { fresh: true },
         AfterFailure::GiveUp => return Err(given_up(role, code).into()),
     };
     let labels = RoleLabels { role: role.name() };
@@ -275,6 +285,12 @@ fn given_up(role: Role, code: &str) -> ApiError {
         ),
     };
     ApiError::new(502, code, message)
+}
+
+/// Whether a status says that the engine, or what stands in front of it, has failed. Another one, such
+/// as 501, says something of the request.
+fn is_engine_failure(status: u16) -> bool {
+    matches!(status, 500 | 502 | 503 | 504)
 }
 
 /// A prefill answer read whole; `None` when it broke off or is too large.

@@ -135,6 +135,8 @@ pub struct Metrics {
     pub batch_prompts: Counter,
     /// Answers that broke after their head was sent.
     pub stream_breaks: Family<ReasonLabels, Counter>,
+    /// Instances that were kept out because their legs failed.
+    pub breaker_opens: Family<RoleLabels, Counter>,
     /// Requests that wait for room; set when scraped.
     pub queue_length: Family<WaitLabels, Gauge>,
     /// How long those waited that then found room.
@@ -162,6 +164,7 @@ impl Default for Metrics {
             fallbacks: Family::default(),
             batch_prompts: Counter::default(),
             stream_breaks: Family::default(),
+            breaker_opens: Family::default(),
             queue_length: Family::default(),
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
@@ -222,6 +225,11 @@ impl Default for Metrics {
             "stream_breaks",
             "Answers that broke after their head was sent",
             new.stream_breaks.clone(),
+        );
+        r.register(
+            "breaker_opens",
+            "Times that an instance was kept out because its legs failed",
+            new.breaker_opens.clone(),
         );
         r.register(
             "queue_length",

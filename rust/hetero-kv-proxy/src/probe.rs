@@ -37,7 +37,7 @@ async fn watch_one(app: Arc<App>, instance: Arc<Instance>) {
         // A kept connection that the engine just closed is no sign of ill health.
         let probe = async { is_well(upstream, false).await || is_well(upstream, true).await };
         match timeout(app.config.health_timeout, probe).await {
-            Ok(true) => app.note_answer(&instance),
+            Ok(true) => app.note_probed(&instance),
             Ok(false) | Err(_) => app.note_probe_failed(&instance),
         }
     }

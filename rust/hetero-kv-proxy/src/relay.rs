@@ -21,7 +21,7 @@ use crate::legs::{random_hex, read_answer};
 use crate::openai::error::ApiError;
 use crate::openai::request::refuse_params;
 use crate::routing::policy::RequestKey;
-use crate::routing::{InstanceIndex, Role};
+use crate::routing::{InstanceIndex, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Want};
 use crate::stream::outcome_of;
@@ -110,7 +110,7 @@ struct Sent {
 async fn one_slot(
     app: &Arc<App>,
     ticket: &Ticket,
-    choice: Choice,
+    choice: Choice<'_>,
     begun: admission::Begun,
 ) -> Result<Option<SlotLease>, Box<Answer>> {
     let want = Want {
@@ -129,7 +129,7 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
     let mut untried: VecDeque<InstanceIndex> = app.routable(Role::Decode).into();
     let mut refusal = None;
     let ticket = Ticket::default();
-    let first = Choice::Any { avoid: None };
+    let first = Choice::Any { avoid: &[] };
     let mut next = one_slot(app, &ticket, first, admission::Begun::No).await?;
     while let Some(lease) = next {
         let instance = lease.picked.instance;
@@ -172,10 +172,12 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
             }
             Err(SendError::Connect(_)) => {
                 app.note_unreachable(lease.instance());
+                lease.note_failed(LegFault::Unreachable);
                 lease.end("connect");
             }
             Err(SendError::Reset { .. }) => {
                 app.note_unreachable(lease.instance());
+                lease.note_failed(LegFault::Failed);
                 lease.end("reset");
                 return Err(Box::new(answer::error(&ApiError::new(
                     502,

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use crate::app::{App, Side};
 use crate::lease::SlotLease;
 use crate::routing::policy::RequestKey;
-use crate::routing::{InstanceIndex, NoSlot, Picked, Pool, Role, Wants};
+use crate::routing::{Ask, InstanceIndex, NoSlot, Picked, Pool, Role, Wants};
 use crate::sync::lock;
 
 /// Which slot of a role.
 #[derive(Debug, Clone, Copy)]
-pub enum Choice {
-    /// The policy's, on another instance than this one where there is one.
+pub enum Choice<'a> {
+    /// The policy's, on another instance than these where there is one.
     Any {
-        /// The instance that failed the request before.
-        avoid: Option<InstanceIndex>,
+        /// The instances that failed the request before, the last one last.
+        avoid: &'a [InstanceIndex],
     },
     /// One of this instance.
     At(InstanceIndex),
@@ -24,9 +24,9 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy)]
 pub struct Want<'a> {
     /// Of the prefill leg.
-    pub prefill: Option<Choice>,
+    pub prefill: Option<Choice<'a>>,
     /// Of the decode leg.
-    pub decode: Option<Choice>,
+    pub decode: Option<Choice<'a>>,
     /// What the policies go by.
     pub key: &'a RequestKey,
 }
@@ -63,14 +63,15 @@ impl App {
         let mut decode = want
             .decode
             .map(|choice| (choice, lock(self.side(Role::Decode))));
+        let now_ms = self.now_ms();
         if let (Some(_), Some((choice, side))) = (&prefill, &mut decode) {
-            room(&mut side.pool, *choice)?;
+            room(&mut side.pool, *choice, want.key, now_ms)?;
         }
-        let take = |locked: &mut Option<(Choice, std::sync::MutexGuard<'_, Side>)>| {
+        let take = |locked: &mut Option<(Choice<'_>, std::sync::MutexGuard<'_, Side>)>| {
             let Some((choice, side)) = locked else {
                 return Ok(None);
             };
-            let picked = pick(&mut side.pool, *choice, want.key)?;
+            let picked = pick(&mut side.pool, *choice, want.key, now_ms)?;
             // Pool and list hold the same instances.
             let instance = side.get(picked.instance).map(Arc::clone);
             Ok(instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked)))
@@ -82,16 +83,21 @@ impl App {
     }
 }
 
-fn room(pool: &mut Pool, choice: Choice) -> Result<(), NoSlot> {
+fn room(pool: &mut Pool, choice: Choice<'_>, key: &RequestKey, now_ms: u64) -> Result<(), NoSlot> {
     match choice {
-        Choice::Any { avoid } => pool.room(avoid),
+        Choice::Any { avoid } => pool.room(&Ask { key, avoid, now_ms }),
         Choice::At(instance) => pool.room_at(instance),
     }
 }
 
-fn pick(pool: &mut Pool, choice: Choice, key: &RequestKey) -> Result<Picked, NoSlot> {
+fn pick(
+    pool: &mut Pool,
+    choice: Choice<'_>,
+    key: &RequestKey,
+    now_ms: u64,
+) -> Result<Picked, NoSlot> {
     match choice {
-        Choice::Any { avoid } => pool.pick(avoid, key),
-        Choice::At(instance) => pool.pick_at(instance),
+        Choice::Any { avoid } => pool.pick(&Ask { key, avoid, now_ms }),
+        Choice::At(instance) => pool.pick_at(instance, now_ms),
     }
 }

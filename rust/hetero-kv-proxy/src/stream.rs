@@ -17,7 +17,8 @@ use crate::completions::Begun;
 use crate::handover::{DecodeHead, settle_stream};
 use crate::metrics::ReasonLabels;
 use crate::openai::error::ApiError;
-use crate::openai::sse::Tail;
+use crate::openai::sse::{self, Tail};
+use crate::routing::LegFault;
 use crate::running::Running;
 use crate::together;
 use crate::upstream::Written;
@@ -241,6 +242,12 @@ impl DecodeStream {
             // Decode has read its KV.
             if let Some(live) = &mut self.live {
                 live.decode.kept = None;
+                let failed = self.events.is_some() && sse::is_failure(&chunk);
+                if failed {
+                    live.decode.lease.note_failed(LegFault::Failed);
+                } else if live.decode.answer.head.status.is_success() {
+                    live.decode.lease.note_served();
+                }
             }
         }
     }
@@ -269,6 +276,9 @@ impl DecodeStream {
             return self.tell(broken);
         }
         let whole = self.events.as_ref().is_some_and(Tail::is_done);
+        if !whole && broken == StreamBroken::Engine {
+            live.decode.lease.note_failed(LegFault::Failed);
+        }
         live.decode
             .lease
             .end(if whole { self.outcome } else { "broken" });

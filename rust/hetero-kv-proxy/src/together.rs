@@ -20,7 +20,7 @@ use crate::legs::{
     Attempt, Call, Failure, after_failure, answer_broken, no_engine, random_hex, read_answer, slot,
 };
 use crate::openai::error::ApiError;
-use crate::routing::{Flow, Role};
+use crate::routing::{Flow, LegFault, Role};
 use crate::slots::Slots;
 use crate::stream::outcome_of;
 use crate::upstream::{self, SendError};
@@ -48,7 +48,8 @@ pub(crate) async fn both_legs(
         let slots = match taken.take() {
             Some(slots) => slots,
             None => {
-                call.pair_again(prefill_next.avoid, decode_next.avoid)
+                let tried = |role| flow.tried(role);
+                call.pair_again(tried(Role::Prefill), tried(Role::Decode))
                     .await?
             }
         };
@@ -204,9 +205,13 @@ async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefi
     };
     let status = answer.head.status;
     let Some(body) = read_answer(app, answer.body).await else {
+        lease.note_failed(LegFault::Failed);
         lease.end("broken");
         return Prefill::Failed(answer_broken().into());
     };
+    if status.is_success() {
+        lease.note_served();
+    }
     lease.end(outcome_of(status));
     if !status.is_success() {
         return Prefill::Failed(call.passed_on(answer.head, body));

@@ -1,8 +1,33 @@
 //! Server-sent events, as far as ending a broken stream needs them.
 
 use bytes::Bytes;
+use serde::Deserialize;
 
 use super::error::ApiError;
+
+/// Whether an event stream begins with an error that is not the client's: an engine whose loads
+/// fail may answer 200 and then say so.
+pub fn is_failure(first_chunk: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Event {
+        error: Inner,
+    }
+    #[derive(Deserialize)]
+    struct Inner {
+        #[serde(default)]
+        code: serde_json::Value,
+    }
+    let first_line = first_chunk.trim_ascii_start().split(|byte| *byte == b'\n');
+    let data = first_line.into_iter().next().unwrap_or_default();
+    let Some(data) = data.strip_prefix(b"data:") else {
+        return false;
+    };
+    if !data.trim_ascii_start().starts_with(br#"{"error""#) {
+        return false;
+    }
+    let event: Result<Event, _> = serde_json::from_slice(data);
+    event.is_ok_and(|event| !matches!(event.error.code.as_u64(), Some(400..=499)))
+}
 
 const DONE: &[u8] = b"data: [DONE]";
 /// Enough of the end of the stream to see `data: [DONE]` and the blank line behind it.

@@ -640,3 +640,29 @@ proptest! {
         prop_assert!(accepted || !parsed);
     }
 }
+
+#[test]
+fn a_stream_that_begins_with_an_engines_error_is_told_from_a_clients() {
+    for (chunk, failure) in [
+        (
+            "data: {\"error\": {\"message\":\"x\",\"code\":500}}\n\n",
+            true,
+        ),
+        (
+            "data: {\"error\":{\"code\":\"lease_gone\"}}\n\ndata: [DONE]\n\n",
+            true,
+        ),
+        ("data: {\"error\":{}}\n\n", true),
+        ("data: {\"error\":{\"code\":400}}\n\n", false),
+        ("data: {\"error\":\"text\"}\n\n", false),
+        (
+            "data: {\"choices\":[{\"text\":\"{\\\"error\\\"\"}]}\n\n",
+            false,
+        ),
+        ("event: response.created\ndata: {}\n\n", false),
+        ("data: {\"error", false),
+        ("", false),
+    ] {
+        assert_eq!(super::sse::is_failure(chunk.as_bytes()), failure, "{chunk}");
+    }
+}

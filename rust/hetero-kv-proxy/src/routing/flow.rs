@@ -25,11 +25,8 @@ pub enum LegFailure {
 /// What to do after a failed leg.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterFailure {
-    /// Try again on an instance other than this one.
-    RetryElsewhere {
-        /// The instance that failed.
-        avoid: InstanceIndex,
-    },
+    /// Try again on another instance.
+    RetryElsewhere,
     /// Try again on any instance, over a connection that was opened for it.
     RetryFresh,
     /// Answer with an error.
@@ -65,8 +62,16 @@ pub enum OnMissingKv {
 #[derive(Debug, Clone)]
 pub struct Flow {
     on_missing_kv: OnMissingKv,
-    prefill_retries: u32,
-    decode_retries: u32,
+    prefill: Tries,
+    decode: Tries,
+}
+
+/// Where one leg was tried.
+#[derive(Debug, Clone, Default)]
+struct Tries {
+    retries: u32,
+    /// Instances that failed it, the last one last.
+    failed: Vec<InstanceIndex>,
 }
 
 impl Flow {
@@ -74,8 +79,8 @@ impl Flow {
     pub fn new(on_missing_kv: OnMissingKv) -> Self {
         Self {
             on_missing_kv,
-            prefill_retries: 0,
-            decode_retries: 0,
+            prefill: Tries::default(),
+            decode: Tries::default(),
         }
     }
 
@@ -87,11 +92,11 @@ impl Flow {
         instance: InstanceIndex,
         instances: usize,
     ) -> AfterFailure {
-        let used = match role {
-            Role::Prefill => &mut self.prefill_retries,
-            Role::Decode => &mut self.decode_retries,
+        let tries = match role {
+            Role::Prefill => &mut self.prefill,
+            Role::Decode => &mut self.decode,
         };
-        if *used >= RETRIES_MAX_PER_LEG {
+        if tries.retries >= RETRIES_MAX_PER_LEG {
             return AfterFailure::GiveUp;
         }
         let elsewhere = instances > 1;
@@ -102,7 +107,7 @@ impl Flow {
             (Role::Prefill, LegFailure::Connect | LegFailure::Reset { reused: false })
             | (Role::Decode, LegFailure::Connect) => {
                 if elsewhere {
-                    AfterFailure::RetryElsewhere { avoid: instance }
+                    AfterFailure::RetryElsewhere
                 } else {
                     AfterFailure::GiveUp
                 }
@@ -112,10 +117,23 @@ impl Flow {
             (Role::Decode, LegFailure::Reset { reused: false }) => AfterFailure::GiveUp,
         };
         match step {
-            AfterFailure::RetryElsewhere { .. } | AfterFailure::RetryFresh => *used += 1,
+            AfterFailure::RetryElsewhere => {
+                tries.retries += 1;
+                tries.failed.retain(|known| *known != instance);
+                tries.failed.push(instance);
+            }
+            AfterFailure::RetryFresh => tries.retries += 1,
             AfterFailure::GiveUp => {}
         }
         step
+    }
+
+    /// The instances to avoid in the next try of a leg, the last one last.
+    pub fn tried(&self, role: Role) -> &[InstanceIndex] {
+        match role {
+            Role::Prefill => &self.prefill.failed,
+            Role::Decode => &self.decode.failed,
+        }
     }
 
     /// Prefill answered with `status`; `has_handle` says whether the body says that blocks are

@@ -1,4 +1,6 @@
-//! What is known about one instance: a state machine over probes and connect errors.
+//! What is known about one instance: a state machine over probes, connect errors and failed legs.
+
+use super::breaker::{Breaker, BreakerRules, LegFault, Phase};
 
 /// When an instance counts as failed, and for how long a good probe counts as recent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -7,10 +9,12 @@ pub struct HealthRules {
     pub failures_max: u32,
     /// Age in milliseconds up to which the last good answer makes an instance ready.
     pub fresh_ms: u64,
+    /// When failed legs keep an instance out.
+    pub breaker: BreakerRules,
 }
 
-/// How much an instance is trusted. The order is the order of preference when routing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// How much an instance is trusted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthState {
     /// Answered its last probe, or traffic since.
     Healthy,
@@ -18,6 +22,10 @@ pub enum HealthState {
     Unknown,
     /// Refused a connection, or never answered so far: used when nothing better is there.
     Suspect,
+    /// Legs failed one after the other: kept out for a time, though its probe may be answered.
+    Open,
+    /// That time is over: one leg tries it.
+    HalfOpen,
     /// Failed [`HealthRules::failures_max`] probes in a row: the last resort.
     Unhealthy,
 }
@@ -29,16 +37,9 @@ impl HealthState {
             Self::Healthy => "healthy",
             Self::Unknown => "unknown",
             Self::Suspect => "suspect",
+            Self::Open => "open",
+            Self::HalfOpen => "half_open",
             Self::Unhealthy => "unhealthy",
-        }
-    }
-
-    /// Rank in the order of preference; equal numbers share the load.
-    pub(super) fn tier(self) -> u8 {
-        match self {
-            Self::Healthy | Self::Unknown => 0,
-            Self::Suspect => 1,
-            Self::Unhealthy => 2,
         }
     }
 }
@@ -47,25 +48,64 @@ impl HealthState {
 /// says nothing about the engine.
 #[derive(Debug, Clone)]
 pub struct Health {
-    state: HealthState,
+    probed: Probed,
     failures: u32,
     last_ok_ms: Option<u64>,
+    breaker: Breaker,
+}
+
+/// What probes and connect errors say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Probed {
+    Healthy,
+    Unknown,
+    Suspect,
+    Unhealthy,
 }
 
 impl Default for Health {
     fn default() -> Self {
         Self {
-            state: HealthState::Unknown,
+            probed: Probed::Unknown,
             failures: 0,
             last_ok_ms: None,
+            breaker: Breaker::default(),
         }
     }
 }
 
 impl Health {
-    /// The present state.
-    pub fn state(&self) -> HealthState {
-        self.state
+    /// The state at `now_ms`.
+    pub fn state(&self, now_ms: u64) -> HealthState {
+        match (self.probed, self.breaker.phase(now_ms)) {
+            (Probed::Unhealthy, _) => HealthState::Unhealthy,
+            (_, Phase::Open) => HealthState::Open,
+            (_, Phase::HalfOpen | Phase::Trying) => HealthState::HalfOpen,
+            (Probed::Healthy, Phase::Closed) => HealthState::Healthy,
+            (Probed::Unknown, Phase::Closed) => HealthState::Unknown,
+            (Probed::Suspect, Phase::Closed) => HealthState::Suspect,
+        }
+    }
+
+    /// Rank in the order of preference; equal numbers share the load. No number is too bad to be
+    /// the best one present, so the last instance of a role is never kept out.
+    pub(super) fn tier(&self, now_ms: u64) -> u8 {
+        let probed = match self.probed {
+            Probed::Healthy | Probed::Unknown => 0,
+            Probed::Suspect => 1,
+            Probed::Unhealthy => 3,
+        };
+        let breaker = match self.breaker.phase(now_ms) {
+            // Half-open it takes its turn, or no leg would ever try it.
+            Phase::Closed | Phase::HalfOpen => 0,
+            Phase::Open | Phase::Trying => 2,
+        };
+        probed.max(breaker)
+    }
+
+    /// Whether probes have failed so often that it does not count as there.
+    pub fn is_unhealthy(&self) -> bool {
+        self.probed == Probed::Unhealthy
     }
 
     /// Whether it has ever answered.
@@ -73,17 +113,25 @@ impl Health {
         self.last_ok_ms.is_some()
     }
 
-    /// Whether the instance is healthy and its last good answer is recent.
+    /// Whether its probe is answered and its last good answer is recent. Failed legs do not count:
+    /// who asks whether the proxy is ready could keep from it the leg that would show the end of
+    /// the fault.
     pub fn is_ready(&self, rules: &HealthRules, now_ms: u64) -> bool {
-        self.state == HealthState::Healthy
+        self.probed == Probed::Healthy
             && self
                 .last_ok_ms
                 .is_some_and(|at| now_ms.saturating_sub(at) <= rules.fresh_ms)
     }
 
-    /// A probe was answered well, or a leg of real traffic got a response head.
+    /// A probe was answered well.
+    pub fn on_probe_answered(&mut self, now_ms: u64) {
+        self.on_answer(now_ms);
+        self.breaker.on_probe_answered();
+    }
+
+    /// A leg of real traffic got a response head with a status below 500.
     pub fn on_answer(&mut self, now_ms: u64) {
-        self.state = HealthState::Healthy;
+        self.probed = Probed::Healthy;
         self.failures = 0;
         self.last_ok_ms = Some(now_ms);
     }
@@ -92,14 +140,14 @@ impl Health {
     pub fn on_probe_failed(&mut self, rules: &HealthRules) {
         self.failures = self.failures.saturating_add(1);
         if self.failures >= rules.failures_max {
-            self.state = HealthState::Unhealthy;
+            self.probed = Probed::Unhealthy;
             return;
         }
-        match self.state {
+        match self.probed {
             // One lost probe of a busy engine is no reason to move its traffic.
-            HealthState::Healthy => {}
-            HealthState::Unknown | HealthState::Suspect => self.state = HealthState::Suspect,
-            HealthState::Unhealthy => {}
+            Probed::Healthy => {}
+            Probed::Unknown | Probed::Suspect => self.probed = Probed::Suspect,
+            Probed::Unhealthy => {}
         }
     }
 
@@ -108,9 +156,30 @@ impl Health {
     /// Only the probe makes an instance `Unhealthy`: a burst of traffic meets the same fault many
     /// times at once, which is one piece of evidence and not many.
     pub fn on_connect_failed(&mut self) {
-        match self.state {
-            HealthState::Healthy | HealthState::Unknown => self.state = HealthState::Suspect,
-            HealthState::Suspect | HealthState::Unhealthy => {}
+        match self.probed {
+            Probed::Healthy | Probed::Unknown => self.probed = Probed::Suspect,
+            Probed::Suspect | Probed::Unhealthy => {}
         }
+    }
+
+    /// A leg begins; true where it is the one that tries an instance that was kept out.
+    pub(super) fn on_begin(&mut self, now_ms: u64) -> bool {
+        self.breaker.on_begin(now_ms)
+    }
+
+    /// That leg has ended.
+    pub(super) fn on_trial_ended(&mut self) {
+        self.breaker.on_trial_ended();
+    }
+
+    /// A leg that began at `began_ms` failed by the engine's fault.
+    pub fn on_failed(&mut self, rules: &HealthRules, fault: LegFault, began_ms: u64, now_ms: u64) {
+        self.breaker
+            .on_failed(&rules.breaker, fault, began_ms, now_ms);
+    }
+
+    /// A leg that began at `began_ms` was served.
+    pub fn on_served(&mut self, began_ms: u64, now_ms: u64) {
+        self.breaker.on_served(began_ms, now_ms);
     }
 }

@@ -3,6 +3,7 @@
 //! Pure: no socket, no clock, no randomness, no async. Time is handed in as milliseconds since a
 //! start of the caller's choice.
 
+mod breaker;
 mod flow;
 mod health;
 mod line;
@@ -12,10 +13,13 @@ mod registry;
 #[cfg(test)]
 mod tests;
 
+pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
 pub use flow::{AfterFailure, AfterPrefill, Flow, LegFailure, OnMissingKv, RETRIES_MAX_PER_LEG};
 pub use health::{Health, HealthRules, HealthState};
 pub use line::{Full, Line, Wants};
-pub use registry::{InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust};
+pub use registry::{
+    Ask, InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust,
+};
 
 /// Which leg of a request an instance serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

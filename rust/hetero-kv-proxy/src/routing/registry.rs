@@ -1,7 +1,7 @@
 //! The instances of one role as they come and go, their slots, and who is serving what.
 
 use super::policy::{Candidate, Policy, PolicyKind, RequestKey, slot_identity};
-use super::{Health, HealthRules, HealthState, InstanceIndex, Role};
+use super::{Health, HealthRules, HealthState, InstanceIndex, LegFault, Role};
 
 /// One instance as configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +20,19 @@ pub struct InstanceSpec {
 pub struct SlotId {
     instance: InstanceIndex,
     rank: u32,
+    /// Its leg tries an instance that was kept out.
+    trial: bool,
+}
+
+/// What a slot is chosen by.
+#[derive(Debug, Clone, Copy)]
+pub struct Ask<'a> {
+    /// What the policies go by.
+    pub key: &'a RequestKey,
+    /// Instances that failed the request, the last one last.
+    pub avoid: &'a [InstanceIndex],
+    /// The time.
+    pub now_ms: u64,
 }
 
 /// Whether an instance takes legs at all.
@@ -103,9 +116,7 @@ impl Instance {
     fn is_routable(&self) -> bool {
         let trusted = match self.trust {
             Trust::Given => true,
-            Trust::Probed => {
-                self.health.has_answered() && self.health.state() != HealthState::Unhealthy
-            }
+            Trust::Probed => self.health.has_answered() && !self.health.is_unhealthy(),
         };
         trusted && self.standing == Standing::Serving
     }
@@ -265,53 +276,54 @@ impl Pool {
 
     /// Chooses a slot for a request with these keys and counts it as in flight.
     ///
-    /// Instances of the best health present share the load; `avoid` is left out as long as another
-    /// instance exists. With every instance unhealthy one is still tried, where [`Trust`] allows:
-    /// a wrong verdict must not turn into an outage. An instance of lesser health is no substitute
-    /// for room at a better one.
+    /// Instances of the best health present share the load. Those to avoid are left out as long as
+    /// another exists, and else only the last of them. With every instance unhealthy one is still
+    /// tried, where [`Trust`] allows: a wrong verdict must not turn into an outage. An instance of
+    /// lesser health is no substitute for room at a better one.
     ///
     /// # Errors
     /// [`NoSlot`].
-    pub fn pick(
-        &mut self,
-        avoid: Option<InstanceIndex>,
-        key: &RequestKey,
-    ) -> Result<Picked, NoSlot> {
-        self.gather(avoid)?;
-        let chosen = self.candidates[self.policy.choose(&self.candidates, key)].slot;
+    pub fn pick(&mut self, ask: &Ask<'_>) -> Result<Picked, NoSlot> {
+        self.gather(ask)?;
+        let chosen = self.candidates[self.policy.choose(&self.candidates, ask.key)].slot;
         let Slot { at, rank, .. } = self.slots[chosen];
-        Ok(self.take(at, rank))
+        Ok(self.take(at, rank, ask.now_ms))
     }
 
     /// Whether [`Pool::pick`] would find a slot.
     ///
     /// # Errors
     /// Those of [`Pool::pick`].
-    pub fn room(&mut self, avoid: Option<InstanceIndex>) -> Result<(), NoSlot> {
-        self.gather(avoid)
+    pub fn room(&mut self, ask: &Ask<'_>) -> Result<(), NoSlot> {
+        self.gather(ask)
     }
 
     /// Sets the candidates of a pick; there is at least one.
-    fn gather(&mut self, avoid: Option<InstanceIndex>) -> Result<(), NoSlot> {
-        let routable = |known: &&Instance| known.is_routable();
-        let others = |known: &Instance| avoid != Some(known.index);
-        let avoid = match self.instances.iter().filter(routable).any(others) {
-            true => avoid,
-            false => None,
+    fn gather(&mut self, ask: &Ask<'_>) -> Result<(), NoSlot> {
+        let now_ms = ask.now_ms;
+        let last = ask.avoid.last().map_or(&[][..], std::slice::from_ref);
+        let other_than = |avoid: &[InstanceIndex]| {
+            let mut routable = self.instances.iter().filter(|known| known.is_routable());
+            routable.any(|known| !avoid.contains(&known.index))
         };
-        let usable = |known: &Instance| known.is_routable() && avoid != Some(known.index);
+        let avoid = [ask.avoid, last]
+            .into_iter()
+            .find(|avoid| other_than(avoid))
+            .unwrap_or_default();
+        let usable = |known: &Instance| known.is_routable() && !avoid.contains(&known.index);
         let best = self
             .instances
             .iter()
             .filter(|known| usable(known))
-            .map(|known| known.health.state().tier())
+            .map(|known| known.health.tier(now_ms))
             .min()
             .ok_or(NoSlot::NoEngine(self.role))?;
         self.candidates.clear();
         for (slot, position) in self.slots.iter().zip(0..) {
             let known = &self.instances[slot.at];
             let in_flight = known.in_flight[slot.rank as usize];
-            if usable(known) && known.health.state().tier() == best && in_flight < self.legs_max {
+            let tier = known.health.tier(now_ms);
+            if usable(known) && tier == best && in_flight < self.legs_max {
                 self.candidates.push(Candidate {
                     slot: position,
                     in_flight,
@@ -329,9 +341,9 @@ impl Pool {
     ///
     /// # Errors
     /// [`NoSlot`]; no engine where the instance takes no legs.
-    pub fn pick_at(&mut self, instance: InstanceIndex) -> Result<Picked, NoSlot> {
+    pub fn pick_at(&mut self, instance: InstanceIndex, now_ms: u64) -> Result<Picked, NoSlot> {
         let (at, rank) = self.emptiest(instance)?;
-        Ok(self.take(at, rank))
+        Ok(self.take(at, rank, now_ms))
     }
 
     /// Whether [`Pool::pick_at`] would find a slot.
@@ -360,12 +372,17 @@ impl Pool {
         }
     }
 
-    fn take(&mut self, at: usize, rank: u32) -> Picked {
+    fn take(&mut self, at: usize, rank: u32, now_ms: u64) -> Picked {
         let known = &mut self.instances[at];
+        let trial = known.health.on_begin(now_ms);
         known.in_flight[rank as usize] += 1;
         let instance = known.index;
         Picked {
-            slot: SlotId { instance, rank },
+            slot: SlotId {
+                instance,
+                rank,
+                trial,
+            },
             instance,
             rank,
             rank_header: (known.spec.dp > 1).then(|| known.spec.rank0 + rank),
@@ -379,6 +396,9 @@ impl Pool {
         let Some(known) = self.get_mut(slot.instance) else {
             return false;
         };
+        if slot.trial {
+            known.health.on_trial_ended();
+        }
         let count = &mut known.in_flight[slot.rank as usize];
         debug_assert!(*count > 0, "each pick is released once");
         *count = count.saturating_sub(1);
@@ -402,7 +422,35 @@ impl Pool {
         known.standing != Standing::Serving && known.is_idle()
     }
 
-    /// A probe was answered well, or a leg got a response head.
+    /// A probe was answered well.
+    pub fn on_probe_answered(&mut self, instance: InstanceIndex, now_ms: u64) {
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_probe_answered(now_ms);
+        }
+    }
+
+    /// A leg that began at `began_ms` failed by the engine's fault.
+    pub fn on_failed(
+        &mut self,
+        instance: InstanceIndex,
+        fault: LegFault,
+        began_ms: u64,
+        now_ms: u64,
+    ) {
+        let rules = self.rules;
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_failed(&rules, fault, began_ms, now_ms);
+        }
+    }
+
+    /// A leg that began at `began_ms` was served.
+    pub fn on_served(&mut self, instance: InstanceIndex, began_ms: u64, now_ms: u64) {
+        if let Some(known) = self.get_mut(instance) {
+            known.health.on_served(began_ms, now_ms);
+        }
+    }
+
+    /// A leg got a response head with a status below 500.
     pub fn on_answer(&mut self, instance: InstanceIndex, now_ms: u64) {
         if let Some(known) = self.get_mut(instance) {
             known.health.on_answer(now_ms);
@@ -424,10 +472,10 @@ impl Pool {
         }
     }
 
-    /// The state of one instance; `None` where it is not there.
-    pub fn state(&self, instance: InstanceIndex) -> Option<HealthState> {
+    /// The state of one instance at `now_ms`; `None` where it is not there.
+    pub fn state(&self, instance: InstanceIndex, now_ms: u64) -> Option<HealthState> {
         let at = self.position(instance)?;
-        Some(self.instances[at].health.state())
+        Some(self.instances[at].health.state(now_ms))
     }
 
     /// Number of instances that take legs and answered recently.
@@ -446,7 +494,7 @@ impl Pool {
                 index: known.index,
                 spec: known.spec.clone(),
                 in_flight_by_rank: known.in_flight.clone(),
-                state: known.health.state(),
+                state: known.health.state(now_ms),
                 ready: known.health.is_ready(&self.rules, now_ms),
                 kept: known.kept,
                 standing: known.standing,

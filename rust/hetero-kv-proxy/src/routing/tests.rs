@@ -7,10 +7,31 @@ use proptest::prelude::*;
 const RULES: HealthRules = HealthRules {
     failures_max: 3,
     fresh_ms: 6_000,
+    breaker: BreakerRules {
+        failures_max: 3,
+        open_ms: 1_000,
+    },
 };
 
 /// The keys of a request that has none.
 static NO_KEY: std::sync::LazyLock<RequestKey> = std::sync::LazyLock::new(RequestKey::default);
+
+/// For any slot.
+fn any_slot(now_ms: u64) -> Ask<'static> {
+    Ask {
+        key: &NO_KEY,
+        avoid: &[],
+        now_ms,
+    }
+}
+
+/// For a slot elsewhere.
+fn avoiding(avoid: &[InstanceIndex]) -> Ask<'_> {
+    Ask {
+        avoid,
+        ..any_slot(0)
+    }
+}
 
 fn pool(policy: PolicyKind, dps: &[u32]) -> Pool {
     let specs = dps
@@ -29,7 +50,7 @@ fn pool(policy: PolicyKind, dps: &[u32]) -> Pool {
 fn histogram(pool: &mut Pool, dps: &[u32], picks: usize) -> Vec<Vec<usize>> {
     let mut counts: Vec<Vec<usize>> = dps.iter().map(|&dp| vec![0; dp as usize]).collect();
     for _ in 0..picks {
-        let picked = pool.pick(None, &NO_KEY).expect("the pool has slots");
+        let picked = pool.pick(&any_slot(0)).expect("the pool has slots");
         counts[picked.instance.0][picked.rank as usize] += 1;
         pool.release(picked.slot);
     }
@@ -63,7 +84,7 @@ fn consecutive_turns_fall_on_different_instances() {
     let mut pool = pool(PolicyKind::RoundRobin, &[4, 4]);
     let mut before = None;
     for _ in 0..16 {
-        let picked = pool.pick(None, &NO_KEY).expect("the pool has slots");
+        let picked = pool.pick(&any_slot(0)).expect("the pool has slots");
         assert_ne!(before, Some(picked.instance));
         before = Some(picked.instance);
     }
@@ -74,7 +95,7 @@ fn the_rank_header_is_rank0_plus_slot_and_absent_for_one_rank() {
     let mut pool = pool(PolicyKind::RoundRobin, &[1, 2]);
     let mut seen = Vec::new();
     for _ in 0..3 {
-        let picked = pool.pick(None, &NO_KEY).expect("the pool has slots");
+        let picked = pool.pick(&any_slot(0)).expect("the pool has slots");
         seen.push((picked.instance.0, picked.rank_header));
     }
     seen.sort_unstable();
@@ -85,14 +106,14 @@ fn the_rank_header_is_rank0_plus_slot_and_absent_for_one_rank() {
 fn least_loaded_fills_the_emptiest_slot() {
     let mut pool = pool(PolicyKind::LeastLoaded, &[1, 1]);
     let long: Vec<Picked> = (0..4)
-        .map(|_| pool.pick(None, &NO_KEY).expect("slots"))
+        .map(|_| pool.pick(&any_slot(0)).expect("slots"))
         .collect();
     // Both legs of instance 1 end, so the next two picks go there.
     for picked in long.iter().filter(|picked| picked.instance.0 == 1) {
         pool.release(picked.slot);
     }
     for _ in 0..2 {
-        assert_eq!(pool.pick(None, &NO_KEY).expect("slots").instance.0, 1);
+        assert_eq!(pool.pick(&any_slot(0)).expect("slots").instance.0, 1);
     }
 }
 
@@ -124,17 +145,22 @@ fn a_preferred_slot_yields_to_health_and_to_a_retry_elsewhere() {
             prompt_bytes: 256,
             ..KeyParts::default()
         });
-        let pick = |pool: &mut Pool, avoid| {
-            let picked = pool.pick(avoid, &key).expect("slots");
+        let pick = |pool: &mut Pool, avoid: &[InstanceIndex]| {
+            let ask = Ask {
+                key: &key,
+                avoid,
+                now_ms: 0,
+            };
+            let picked = pool.pick(&ask).expect("slots");
             pool.release(picked.slot);
             picked.instance
         };
-        let home = pick(&mut pool, None);
-        assert!((0..9).all(|_| pick(&mut pool, None) == home), "{policy:?}");
-        assert_ne!(pick(&mut pool, Some(home)), home, "{policy:?}");
+        let home = pick(&mut pool, &[]);
+        assert!((0..9).all(|_| pick(&mut pool, &[]) == home), "{policy:?}");
+        assert_ne!(pick(&mut pool, &[home]), home, "{policy:?}");
         pool.on_answer(home, 0);
         pool.on_connect_failed(home);
-        assert!((0..9).all(|_| pick(&mut pool, None) != home), "{policy:?}");
+        assert!((0..9).all(|_| pick(&mut pool, &[]) != home), "{policy:?}");
     }
 }
 
@@ -142,14 +168,14 @@ fn a_preferred_slot_yields_to_health_and_to_a_retry_elsewhere() {
 fn avoid_holds_unless_the_instance_is_the_only_one() {
     let mut two = pool(PolicyKind::RoundRobin, &[2, 1]);
     for _ in 0..5 {
-        let picked = two.pick(Some(InstanceIndex(0)), &NO_KEY).expect("slots");
+        let picked = two.pick(&avoiding(&[InstanceIndex(0)])).expect("slots");
         assert_eq!(picked.instance.0, 1);
     }
     let mut one = pool(PolicyKind::RoundRobin, &[1]);
-    assert!(one.pick(Some(InstanceIndex(0)), &NO_KEY).is_ok());
+    assert!(one.pick(&avoiding(&[InstanceIndex(0)])).is_ok());
     assert!(
         pool(PolicyKind::RoundRobin, &[])
-            .pick(None, &NO_KEY)
+            .pick(&any_slot(0))
             .is_err()
     );
 }
@@ -158,7 +184,7 @@ fn avoid_holds_unless_the_instance_is_the_only_one() {
 fn instances_come_and_go_while_others_keep_their_counts_and_health() {
     let mut pool = pool(PolicyKind::RoundRobin, &[2, 1]);
     let held: Vec<Picked> = (0..6)
-        .map(|_| pool.pick(None, &NO_KEY).expect("slots"))
+        .map(|_| pool.pick(&any_slot(0)).expect("slots"))
         .collect();
     pool.on_connect_failed(InstanceIndex(1));
     let spec = InstanceSpec {
@@ -176,7 +202,7 @@ fn instances_come_and_go_while_others_keep_their_counts_and_health() {
             .collect()
     };
     assert_eq!(counts(&pool), [vec![2, 2], vec![2], vec![0, 0, 0]]);
-    assert_eq!(pool.state(InstanceIndex(1)), Some(HealthState::Suspect));
+    assert_eq!(pool.state(InstanceIndex(1), 0), Some(HealthState::Suspect));
 
     // Removed with legs in flight: they release nothing of any other.
     assert!(pool.remove(InstanceIndex(0)));
@@ -196,7 +222,7 @@ fn instances_come_and_go_while_others_keep_their_counts_and_health() {
         InstanceIndex(3)
     );
     assert_eq!(
-        pool.pick(None, &NO_KEY).expect("slots").instance,
+        pool.pick(&any_slot(0)).expect("slots").instance,
         InstanceIndex(3)
     );
 }
@@ -210,39 +236,39 @@ fn a_registered_instance_takes_legs_from_its_first_answer_and_not_while_its_prob
         rank0: 0,
     };
     let late = pool.add(spec, Trust::Probed, Standing::Serving);
-    assert!(pool.pick(None, &NO_KEY).is_err());
-    assert!(pool.pick_at(late).is_err());
+    assert!(pool.pick(&any_slot(0)).is_err());
+    assert!(pool.pick_at(late, 0).is_err());
     pool.on_probe_failed(late);
-    assert!(pool.pick(None, &NO_KEY).is_err(), "it has never answered");
+    assert!(pool.pick(&any_slot(0)).is_err(), "it has never answered");
     pool.on_answer(late, 1);
-    assert!(pool.pick(None, &NO_KEY).is_ok());
+    assert!(pool.pick(&any_slot(0)).is_ok());
     pool.on_connect_failed(late);
     assert!(
-        pool.pick(None, &NO_KEY).is_ok(),
+        pool.pick(&any_slot(0)).is_ok(),
         "traffic alone takes nobody out"
     );
     for _ in 0..3 {
         pool.on_probe_failed(late);
     }
-    assert!(pool.pick(None, &NO_KEY).is_err());
+    assert!(pool.pick(&any_slot(0)).is_err());
     assert_eq!(pool.ready_count(1), 0);
 }
 
 #[test]
 fn a_drained_instance_takes_no_leg_and_its_last_release_says_so() {
     let mut pool = pool(PolicyKind::LeastLoaded, &[1, 1]);
-    let first = pool.pick_at(InstanceIndex(0)).expect("slots");
-    let second = pool.pick_at(InstanceIndex(0)).expect("slots");
+    let first = pool.pick_at(InstanceIndex(0), 0).expect("slots");
+    let second = pool.pick_at(InstanceIndex(0), 0).expect("slots");
     pool.keep(InstanceIndex(0));
     pool.set_standing(InstanceIndex(0), Standing::Drained);
     for _ in 0..5 {
         assert_eq!(
-            pool.pick(None, &NO_KEY).expect("slots").instance,
+            pool.pick(&any_slot(0)).expect("slots").instance,
             InstanceIndex(1)
         );
     }
     // The one that is left is not avoided.
-    assert!(pool.pick(Some(InstanceIndex(1)), &NO_KEY).is_ok());
+    assert!(pool.pick(&avoiding(&[InstanceIndex(1)])).is_ok());
     assert_eq!(pool.routable(), [InstanceIndex(1)]);
     assert!(!pool.release(first.slot));
     assert!(!pool.release(second.slot), "its blocks are not read yet");
@@ -251,7 +277,7 @@ fn a_drained_instance_takes_no_leg_and_its_last_release_says_so() {
     assert!(pool.is_idle(InstanceIndex(0)));
     pool.set_standing(InstanceIndex(0), Standing::Serving);
     assert_eq!(
-        pool.pick(None, &NO_KEY).expect("slots").instance,
+        pool.pick(&any_slot(0)).expect("slots").instance,
         InstanceIndex(0)
     );
 }
@@ -262,44 +288,115 @@ fn a_slot_takes_no_more_legs_than_it_may_and_a_worse_one_is_no_substitute() {
         let mut pool = pool(policy, &[2, 1]).with_legs_max(2);
         pool.on_connect_failed(InstanceIndex(1));
         let held: Vec<Picked> = (0..4)
-            .map(|_| pool.pick(None, &NO_KEY).expect("room"))
+            .map(|_| pool.pick(&any_slot(0)).expect("room"))
             .collect();
         assert!(held.iter().all(|leg| leg.instance == InstanceIndex(0)));
         assert_eq!(pool.view(0)[0].in_flight_by_rank, [2, 2], "{policy:?}");
-        assert_eq!(pool.pick(None, &NO_KEY), Err(NoSlot::Full));
-        assert_eq!(pool.room(None), Err(NoSlot::Full));
-        assert_eq!(pool.pick_at(InstanceIndex(0)), Err(NoSlot::Full));
+        assert_eq!(pool.pick(&any_slot(0)), Err(NoSlot::Full));
+        assert_eq!(pool.room(&any_slot(0)), Err(NoSlot::Full));
+        assert_eq!(pool.pick_at(InstanceIndex(0), 0), Err(NoSlot::Full));
         // One that was tried and failed is left out for the other.
-        assert!(pool.room(Some(InstanceIndex(0))).is_ok());
+        assert!(pool.room(&avoiding(&[InstanceIndex(0)])).is_ok());
         pool.release(held[0].slot);
-        let next = pool.pick(None, &NO_KEY).expect("room");
+        let next = pool.pick(&any_slot(0)).expect("room");
         assert_eq!((next.instance, next.rank), (held[0].instance, held[0].rank));
         pool.set_standing(InstanceIndex(0), Standing::Drained);
         pool.set_standing(InstanceIndex(1), Standing::Drained);
         let none = NoSlot::NoEngine(Role::Prefill);
-        assert_eq!(pool.pick(None, &NO_KEY), Err(none));
-        assert_eq!(pool.pick_at(InstanceIndex(1)), Err(none));
+        assert_eq!(pool.pick(&any_slot(0)), Err(none));
+        assert_eq!(pool.pick_at(InstanceIndex(1), 0), Err(none));
     }
+}
+
+#[test]
+fn those_that_failed_a_request_are_left_out_and_at_last_only_the_last_of_them() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 1, 1]);
+    let picks = |pool: &mut Pool, avoid: &[usize]| {
+        let avoid: Vec<InstanceIndex> = avoid.iter().copied().map(InstanceIndex).collect();
+        let mut picked: Vec<usize> = (0..6)
+            .map(|_| pool.pick(&avoiding(&avoid)).expect("slots").instance.0)
+            .collect();
+        picked.sort_unstable();
+        picked.dedup();
+        picked
+    };
+    assert_eq!(picks(&mut pool, &[]), [0, 1, 2]);
+    assert_eq!(picks(&mut pool, &[1]), [0, 2]);
+    assert_eq!(picks(&mut pool, &[1, 0]), [2]);
+    assert_eq!(picks(&mut pool, &[1, 0, 2]), [0, 1]);
+}
+
+#[test]
+fn an_instance_whose_legs_fail_is_kept_out_tried_once_and_taken_back() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 1]);
+    let bad = InstanceIndex(0);
+    for at in 0..3 {
+        pool.on_answer(bad, at);
+        assert_eq!(pool.state(bad, at), Some(HealthState::Healthy));
+        pool.on_failed(bad, LegFault::Failed, at, at);
+    }
+    assert_eq!(pool.state(bad, 3), Some(HealthState::Open));
+    // Its probe is answered all the while, and proves nothing.
+    pool.on_probe_answered(bad, 3);
+    let share = |pool: &mut Pool, now_ms: u64| {
+        let mut held = Vec::new();
+        for _ in 0..4 {
+            held.push(pool.pick(&any_slot(now_ms)).expect("slots"));
+        }
+        let count = held.iter().filter(|leg| leg.instance == bad).count();
+        for leg in held {
+            pool.release(leg.slot);
+        }
+        count
+    };
+    assert_eq!(share(&mut pool, 900), 0);
+    // Its time is over: one of four legs tries it, and no other while that one runs.
+    assert_eq!(pool.state(bad, 1_002), Some(HealthState::HalfOpen));
+    assert_eq!(share(&mut pool, 1_002), 1);
+    pool.on_failed(bad, LegFault::Failed, 1_003, 1_004);
+    assert_eq!(share(&mut pool, 2_900), 0, "twice as long");
+    assert_eq!(share(&mut pool, 3_004), 1);
+    pool.on_served(bad, 3_004, 3_005);
+    assert_eq!(pool.state(bad, 3_005), Some(HealthState::Healthy));
+    assert_eq!(share(&mut pool, 3_005), 2);
+    assert!(pool.view(3_005)[0].ready);
+}
+
+#[test]
+fn the_last_instance_of_a_role_is_never_kept_out() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 1]);
+    for at in 0..9 {
+        for instance in [0, 1].map(InstanceIndex) {
+            pool.on_failed(instance, LegFault::Failed, at, at);
+        }
+    }
+    assert_eq!(pool.state(InstanceIndex(1), 0), Some(HealthState::Open));
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[5], [5]]);
+    // One that answers no probe is worse than one whose legs fail.
+    for _ in 0..3 {
+        pool.on_probe_failed(InstanceIndex(0));
+    }
+    assert_eq!(histogram(&mut pool, &[1, 1], 10), [[0], [10]]);
 }
 
 #[test]
 fn health_follows_probes_and_ages() {
     let mut health = Health::default();
-    assert_eq!(health.state(), HealthState::Unknown);
+    assert_eq!(health.state(9_000), HealthState::Unknown);
     assert!(!health.is_ready(&RULES, 0));
     health.on_probe_failed(&RULES);
-    assert_eq!(health.state(), HealthState::Suspect);
+    assert_eq!(health.state(9_000), HealthState::Suspect);
     health.on_answer(1_000);
     assert!(health.is_ready(&RULES, 7_000));
     assert!(!health.is_ready(&RULES, 7_001));
     // Two lost probes do not move traffic; the third does; one good answer brings it back.
     health.on_probe_failed(&RULES);
     health.on_probe_failed(&RULES);
-    assert_eq!(health.state(), HealthState::Healthy);
+    assert_eq!(health.state(9_000), HealthState::Healthy);
     health.on_probe_failed(&RULES);
-    assert_eq!(health.state(), HealthState::Unhealthy);
+    assert_eq!(health.state(9_000), HealthState::Unhealthy);
     health.on_answer(8_000);
-    assert_eq!(health.state(), HealthState::Healthy);
+    assert_eq!(health.state(9_000), HealthState::Healthy);
 }
 
 #[test]
@@ -309,15 +406,15 @@ fn connect_errors_alone_never_make_an_instance_unhealthy() {
     for _ in 0..100 {
         health.on_connect_failed();
     }
-    assert_eq!(health.state(), HealthState::Suspect);
+    assert_eq!(health.state(9_000), HealthState::Suspect);
 }
 
 #[test]
 fn view_shows_legs_by_rank_and_readiness() {
     let mut pool = pool(PolicyKind::RoundRobin, &[2]);
-    pool.pick(None, &NO_KEY).expect("slots");
-    pool.pick(None, &NO_KEY).expect("slots");
-    pool.pick(None, &NO_KEY).expect("slots");
+    pool.pick(&any_slot(0)).expect("slots");
+    pool.pick(&any_slot(0)).expect("slots");
+    pool.pick(&any_slot(0)).expect("slots");
     pool.on_answer(InstanceIndex(0), 5);
     let view = pool.view(5);
     assert_eq!(view[0].in_flight_by_rank, [2, 1]);
@@ -329,7 +426,7 @@ fn view_shows_legs_by_rank_and_readiness() {
 fn retries_follow_the_rules_of_each_leg() {
     use AfterFailure::{GiveUp, RetryElsewhere, RetryFresh};
     let at = InstanceIndex(0);
-    let elsewhere = RetryElsewhere { avoid: at };
+    let elsewhere = RetryElsewhere;
     let reset = |reused| LegFailure::Reset { reused };
     for (role, failure, instances, want) in [
         (Role::Prefill, LegFailure::Connect, 2, elsewhere),
@@ -360,7 +457,8 @@ fn the_legs_have_separate_budgets() {
     let at = InstanceIndex(1);
     for role in [Role::Prefill, Role::Decode] {
         let step = flow.leg_failed(role, LegFailure::Connect, at, 2);
-        assert_eq!(step, AfterFailure::RetryElsewhere { avoid: at });
+        assert_eq!(step, AfterFailure::RetryElsewhere);
+        assert_eq!(flow.tried(role), [at]);
     }
 }
 
@@ -425,7 +523,8 @@ proptest! {
                 released = true;
             } else {
                 let key = &keys[which.index(keys.len())];
-                let picked = pool.pick(None, key).expect("dps is not empty");
+                let ask = Ask { key, ..any_slot(0) };
+                let picked = pool.pick(&ask).expect("dps is not empty");
                 prop_assert!(picked.rank < dps[picked.instance.0]);
                 held.push(picked);
             }

@@ -6,6 +6,7 @@
 
 mod admission;
 mod bench;
+mod breakers;
 mod cancel;
 mod client;
 mod command;
