@@ -3,14 +3,18 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use http::{HeaderValue, header};
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 
 use crate::admission::Admission;
+use crate::answer::{self, Answer};
+use crate::auth::Gate;
 use crate::config::{Config, Worker};
 use crate::instance::{Instance, Leave, Registration};
 use crate::lease::KeptBlocks;
 use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels};
+use crate::openai::error::ApiError;
 use crate::probe;
 use crate::routing::{
     BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, LegFault, Pool, Role,
@@ -53,6 +57,8 @@ pub struct App {
     pub running: Requests,
     /// Client connections and decode legs that outlive their client: what a drain waits for.
     pub tasks: TaskTracker,
+    /// Who may do what.
+    pub(crate) gate: Gate,
     /// Turns true when the proxy is to end.
     pub stop: watch::Sender<bool>,
     /// Held over what an administrator's request finds and changes.
@@ -95,6 +101,11 @@ impl App {
             decode: side(Role::Decode),
             metrics: Metrics::default(),
             admission: Admission::new(&config),
+            gate: Gate::new(
+                config.admin_keys.clone(),
+                config.api_keys.clone(),
+                config.forward_authorization,
+            ),
             running: Requests::default(),
             tasks: TaskTracker::new(),
             stop: watch::Sender::new(false),
@@ -272,6 +283,20 @@ impl App {
     /// Whether a slot of some role may be without room.
     pub(crate) fn has_limits(&self) -> bool {
         self.config.prefill_requests_max.is_some() || self.config.decode_requests_max.is_some()
+    }
+
+    /// The answer to a request that lacks a key or a signature, counted.
+    pub(crate) fn unauthorized(&self, error: &ApiError) -> Answer {
+        let labels = ReasonLabels { reason: error.code };
+        self.metrics.unauthorized.get_or_create(&labels).inc();
+        let mut answer = answer::error(error);
+        if error.code.ends_with("api_key") {
+            let scheme = HeaderValue::from_static("Bearer");
+            answer
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        answer
     }
 
     /// A leg has ended.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
+use crate::auth::cli::{self as sign, SignArgs};
 use crate::bench::cli::{self as bench, BenchArgs};
 use crate::mock::cli::{self as mock, MockArgs};
 
@@ -41,6 +42,9 @@ pub enum Command {
     Serve(Box<Invocation>),
     /// Print the resolved configuration as TOML, or every fault in it
     Check(Box<Invocation>),
+    /// Sign one request for the admin listener of a proxy with --admin-key-file
+    #[command(after_help = sign::EXAMPLE)]
+    Sign(SignArgs),
     /// Measure a proxy or an engine: load, times, failures, its processor time
     #[command(after_help = bench::EXAMPLE)]
     Bench(Box<BenchArgs>),
@@ -50,7 +54,7 @@ pub enum Command {
 }
 
 /// The settings and where the file with more of them is.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Default, Args)]
 pub struct Invocation {
     /// TOML file with any of the settings below; names as the flags, with `_` for `-`
     #[arg(long, env = "HETERO_KV_PROXY_CONFIG", value_name = "FILE")]
@@ -91,12 +95,24 @@ settings! {
     /// Address of a listener for administrators, where workers register, are drained and removed (docs/proxy.md); keep clients from it. None without it
     #[arg(value_name = "HOST:PORT")]
     admin_listen: String, "HETERO_KV_PROXY_ADMIN_LISTEN";
+    /// File of keys, one a line (# begins a comment), by which requests of administrators and workers must be signed (docs/proxy.md); read again on SIGHUP. Without it nothing is signed
+    #[arg(value_name = "FILE")]
+    admin_key_file: PathBuf, "HETERO_KV_PROXY_ADMIN_KEY_FILE";
+    /// File of keys, one a line (# begins a comment), one of which a client must send as `Authorization: Bearer KEY`; read again on SIGHUP. Without it any client is served
+    #[arg(value_name = "FILE")]
+    api_key_file: PathBuf, "HETERO_KV_PROXY_API_KEY_FILE";
+    /// Whether engines get the client's Authorization [default: true, and false with --api-key-file]
+    #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
+    forward_authorization: bool, "HETERO_KV_PROXY_FORWARD_AUTHORIZATION";
     /// Address where MoRI-IO workers register over ZeroMQ, as vLLM has them do (its proxy_ip and proxy_ping_port); with --connector moriio-read or moriio-write. Keep clients from it. None without it
     #[arg(value_name = "HOST:PORT")]
     zmq_listen: String, "HETERO_KV_PROXY_ZMQ_LISTEN";
     /// How long a worker that registered over ZeroMQ is good for after each of its frames, which come every 3 s (older vLLM: 5 s) [default: 15000]
     #[arg(value_name = "MS")]
     zmq_ttl_ms: u64, "HETERO_KV_PROXY_ZMQ_TTL_MS";
+    /// Whether workers may register over ZeroMQ, which signs nothing, although --admin-key-file is given [default: false]
+    #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
+    zmq_unsigned: bool, "HETERO_KV_PROXY_ZMQ_UNSIGNED";
     /// A prefill instance: base URL, its number of DP ranks, header value of its first rank, and what the connector needs (docs/proxy.md); repeatable (in the environment: separated by blanks)
     #[arg(value_name = "URL[,dp=N][,rank0=K][,...]", num_args = 1, value_delimiter = ' ', action = clap::ArgAction::Append)]
     prefill: Vec<String>, "HETERO_KV_PROXY_PREFILL";

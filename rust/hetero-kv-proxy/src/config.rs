@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use http::HeaderName;
 
+use crate::auth::keys::Keys;
 use crate::cli::{Invocation, Settings};
 use crate::connectors::{self, Connector, Order};
 use crate::routing::policy::PolicyKind;
@@ -38,6 +39,12 @@ pub struct Config {
     pub listen: String,
     /// `HOST:PORT` of the administrators' listener, where there is one.
     pub admin_listen: Option<String>,
+    /// Keys by which administrators and workers sign, where they must.
+    pub admin_keys: Option<Keys>,
+    /// Keys of the clients, where they need one.
+    pub api_keys: Option<Keys>,
+    /// Whether engines get the client's `Authorization`.
+    pub forward_authorization: bool,
     /// `HOST:PORT` where workers register over ZeroMQ, where they may.
     pub zmq_listen: Option<String>,
     /// For how long such a registration is good.
@@ -112,6 +119,8 @@ pub struct Config {
     /// Form of the log.
     pub log_format: LogFormat,
     resolved: Settings,
+    /// What it was resolved from, to resolve it again.
+    pub(crate) source: Invocation,
 }
 
 /// Policies that the command line names beyond [`PolicyKind::ALL`].
@@ -130,7 +139,11 @@ impl Config {
             Some(path) => read_file(path).map_err(|fault| ConfigError(vec![fault]))?,
             None => Settings::default(),
         };
-        Self::from_settings(invocation.settings.or(file))
+        let resolved = Self::from_settings(invocation.settings.clone().or(file))?;
+        Ok(Self {
+            source: invocation,
+            ..resolved
+        })
     }
 
     /// The settings with defaults filled in, checked.
@@ -174,7 +187,11 @@ impl Config {
         let connector = known.unwrap_or(connectors::ALL[0]);
         let alone = connector.order() == Order::DecodeAlone;
         let none = |given: &Option<Vec<String>>| given.as_ref().is_none_or(Vec::is_empty);
-        let zmq_listen = faults.zmq(resolved.zmq_listen.as_ref(), connector);
+        let admin_keys = faults.admin_keys(&mut resolved);
+        let api_keys = faults.api_keys(&resolved);
+        let forwards = &mut resolved.forward_authorization;
+        let forward_authorization = *forwards.get_or_insert(api_keys.is_none());
+        let zmq_listen = faults.zmq(&resolved, connector);
         let needed = |flag| format!("{flag}: at least one instance is needed, or --admin-listen");
         let may_register = admin_listen.is_some() || zmq_listen.is_some();
         if alone && !none(&resolved.prefill) {
@@ -328,6 +345,9 @@ impl Config {
         Ok(Self {
             listen,
             admin_listen,
+            admin_keys,
+            api_keys,
+            forward_authorization,
             zmq_listen,
             zmq_ttl,
             connector,
@@ -364,6 +384,10 @@ impl Config {
             threads,
             log_level,
             log_format,
+            source: Invocation {
+                config: None,
+                settings: resolved.clone(),
+            },
             resolved,
         })
     }

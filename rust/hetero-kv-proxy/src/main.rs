@@ -12,6 +12,13 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Serve(invocation) => with_config(*invocation, serve),
         Command::Check(invocation) => with_config(*invocation, check),
+        Command::Sign(args) => match hetero_kv_proxy::auth::cli::run(&args) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {error:#}"));
+                ExitCode::FAILURE
+            }
+        },
         Command::Bench(args) => {
             let threads = args.threads;
             block_on(threads, hetero_kv_proxy::bench::run(*args))

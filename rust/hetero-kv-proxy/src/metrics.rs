@@ -143,6 +143,8 @@ pub struct Metrics {
     pub queue_wait_seconds: Histogram,
     /// Requests that the queue sent away.
     pub queue_rejects: Family<ReasonLabels, Counter>,
+    /// Requests refused for want of a key or a signature.
+    pub unauthorized: Family<ReasonLabels, Counter>,
     /// Registrations over ZeroMQ, and connections that brought none.
     pub zmq_frames: Family<OutcomeLabels, Counter>,
 }
@@ -168,6 +170,7 @@ impl Default for Metrics {
             queue_length: Family::default(),
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
+            unauthorized: Family::default(),
             zmq_frames: Family::default(),
             registry: Registry::default(),
             scrape: Mutex::new(()),
@@ -245,6 +248,11 @@ impl Default for Metrics {
             "queue_rejects",
             "Requests that the queue sent away",
             new.queue_rejects.clone(),
+        );
+        r.register(
+            "unauthorized",
+            "Requests refused for want of a key or a signature",
+            new.unauthorized.clone(),
         );
         r.register(
             "zmq_frames",

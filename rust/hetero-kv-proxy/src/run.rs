@@ -11,7 +11,7 @@ use crate::app::App;
 use crate::config::{Config, host_port};
 use crate::routing::Role;
 use crate::server::Door;
-use crate::{probe, server, workers};
+use crate::{probe, reload, server, workers};
 
 /// Serves until SIGTERM or SIGINT, then drains.
 ///
@@ -49,7 +49,13 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let drain = config.drain_timeout;
     let proxy = Proxy::start_all(config, listener, admin, zmq)?;
 
-    let name = stop_signal().await;
+    let mut hangup = signal(SignalKind::hangup()).context("catching SIGHUP")?;
+    let name = loop {
+        tokio::select! {
+            name = stop_signal() => break name,
+            _ = hangup.recv() => reload::run(&proxy.app).await,
+        }
+    };
     tracing::info!(signal = name, drain_s = drain.as_secs(), "draining");
     tokio::select! {
         complete = proxy.drain(drain) => {

@@ -17,6 +17,7 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::answer::{self, Answer, Record};
 use crate::app::App;
+use crate::auth;
 use crate::client_io::{ClientIo, HeadWatch};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
@@ -170,8 +171,12 @@ async fn enter(
 async fn route(
     app: Arc<App>,
     watch: Arc<HeadWatch>,
-    request: Request<Incoming>,
+    mut request: Request<Incoming>,
 ) -> Result<Answer, Never> {
+    let open = auth::is_open(request.uri().path());
+    if let Err(error) = app.gate.admit(open, request.headers_mut()) {
+        return Ok(app.unauthorized(&error));
+    }
     let path = request.uri().path();
     let completion = Route::ALL.into_iter().find(|route| route.path() == path);
     if let Some(route) = completion {

@@ -1,19 +1,52 @@
-//! Who may come in where: the listeners beside that of the clients.
+//! Who may come in where: the listeners beside that of the clients, and keys.
+
+use std::path::Path;
 
 use super::{Faults, host_port};
+use crate::auth::keys::Keys;
+use crate::auth::{ADMIN_KEY_BYTES_MIN, API_KEY_BYTES_MIN};
+use crate::cli::Settings;
 use crate::connectors::Connector;
 
 /// Three heartbeats of a MoRI-IO worker, one of which may be lost and one late.
 pub(super) const ZMQ_TTL_MS_MIN: u64 = 9_000;
 
 impl Faults {
+    fn keys(&mut self, flag: &str, path: Option<&Path>, bytes_min: usize) -> Option<Keys> {
+        let read = Keys::read(path?, bytes_min);
+        read.map_err(|fault| self.add(format!("{flag} {fault}")))
+            .ok()
+    }
+
+    /// Keys by which administrators and workers sign.
+    pub(super) fn admin_keys(&mut self, settings: &mut Settings) -> Option<Keys> {
+        let unsigned = *settings.zmq_unsigned.get_or_insert(false);
+        let path = settings.admin_key_file.as_deref();
+        if let (Some(path), None, None) = (path, &settings.admin_listen, &settings.zmq_listen) {
+            self.add(format!(
+                "--admin-key-file {}: has no use without --admin-listen",
+                path.display()
+            ));
+        }
+        if let (Some(_), Some(listen), false) = (path, &settings.zmq_listen, unsigned) {
+            self.add(format!(
+                "--zmq-listen {listen}: what registers over ZeroMQ is not signed, and --admin-key-file \
+                 asks for signatures; leave one of them out, or say --zmq-unsigned true where only \
+                 the engines reach that port"
+            ));
+        }
+        self.keys("--admin-key-file", path, ADMIN_KEY_BYTES_MIN)
+    }
+
+    /// Keys of clients.
+    pub(super) fn api_keys(&mut self, settings: &Settings) -> Option<Keys> {
+        let path = settings.api_key_file.as_deref();
+        self.keys("--api-key-file", path, API_KEY_BYTES_MIN)
+    }
+
     /// Where workers register over ZeroMQ.
-    pub(super) fn zmq(
-        &mut self,
-        listen: Option<&String>,
-        connector: &dyn Connector,
-    ) -> Option<String> {
-        let listen = listen?;
+    pub(super) fn zmq(&mut self, settings: &Settings, connector: &dyn Connector) -> Option<String> {
+        let listen = settings.zmq_listen.as_ref()?;
         if let Err(fault) = host_port(listen) {
             self.add(format!("--zmq-listen {listen}: {fault}"));
         }

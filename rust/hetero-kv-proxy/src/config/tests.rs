@@ -9,7 +9,7 @@ fn resolve(args: &[&str]) -> Result<Config, ConfigError> {
     let line = ["hetero-kv-proxy", "check"].iter().chain(args);
     match Cli::try_parse_from(line).expect("flags parse").command {
         Command::Check(invocation) | Command::Serve(invocation) => Config::resolve(*invocation),
-        Command::Bench(_) | Command::Mock(_) => unreachable!("check was parsed"),
+        Command::Sign(_) | Command::Bench(_) | Command::Mock(_) => unreachable!("check was parsed"),
     }
 }
 
@@ -248,4 +248,44 @@ fn zeromq_is_for_moriio_and_lets_workers_come_later() {
     assert!(faults[0].starts_with("--zmq-listen nowhere: must be HOST:PORT"));
     assert!(faults[1].contains("--connector is hetero; take moriio-read"));
     assert!(faults[2].starts_with("--zmq-ttl-ms 8999: must be 9000 to"));
+}
+
+#[test]
+fn keys_are_read_and_their_faults_told_with_the_others() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("keys");
+    std::fs::write(&file, "a-key-of-sixteen-and-more").expect("written");
+    let keys = file.to_str().expect("UTF-8");
+    let mut args = PAIR.to_vec();
+    args.extend(["--admin-listen", "h:1", "--admin-key-file", keys]);
+    let config = resolve(&args).expect("valid");
+    assert!(config.admin_keys.is_some() && config.api_keys.is_none());
+    assert!(config.forward_authorization);
+    args.extend(["--api-key-file", keys]);
+    let config = resolve(&args).expect("valid");
+    assert!(config.api_keys.is_some() && !config.forward_authorization);
+    let printed = config.to_toml().expect("TOML");
+    assert!(
+        printed.contains(keys) && !printed.contains("a-key-of"),
+        "{printed}"
+    );
+
+    let zmq = ["--connector", "moriio-read", "--zmq-listen", "h:2"];
+    let signed = ["--admin-key-file", keys];
+    let faults_of = faults(&[&zmq[..], &signed[..]].concat());
+    assert_eq!(faults_of.len(), 1, "{faults_of:?}");
+    assert!(
+        faults_of[0].contains("--zmq-unsigned true"),
+        "{faults_of:?}"
+    );
+    resolve(&[&zmq[..], &signed[..], &["--zmq-unsigned"]].concat()).expect("said so");
+
+    std::fs::write(&file, "short").expect("written");
+    let mut args = PAIR.to_vec();
+    args.extend(["--admin-key-file", keys, "--api-key-file", "/nowhere/keys"]);
+    let told = faults(&args);
+    assert_eq!(told.len(), 3, "{told:?}");
+    assert!(told[0].ends_with("has no use without --admin-listen"));
+    assert!(told[1].contains("line 1: a key has 16 to 512 characters, not 5"));
+    assert!(told[2].starts_with("--api-key-file /nowhere/keys: "));
 }

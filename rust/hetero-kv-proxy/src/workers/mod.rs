@@ -19,6 +19,7 @@ use crate::admin;
 use crate::admit;
 use crate::answer::{self, Answer};
 use crate::app::App;
+use crate::auth;
 use crate::client_io::HeadWatch;
 use crate::instance::Instance;
 use crate::openai::error::ApiError;
@@ -143,10 +144,24 @@ async fn run(
     };
     let deadline = Instant::now() + app.config.body_read_timeout;
     let told = |error: ApiError| Box::new(answer::error(&error));
+    let unproven = |error: ApiError| Box::new(app.unauthorized(&error));
+    // What is only read is on the clients' listener too.
+    let claim = match order {
+        Order::Show(_) => None,
+        Order::Register
+        | Order::Remove(_)
+        | Order::Drain(_)
+        | Order::Undrain(_)
+        | Order::Role(_) => app.gate.claim(&head).map_err(unproven)?,
+    };
     let body = admit::body_within(app, &head.headers, body, BODY_BYTES_MAX, deadline)
         .await
         .map_err(told)?;
     watch.arm();
+    if let Some(claim) = claim {
+        let proven = app.gate.prove(&claim, &head, &body, auth::now_s());
+        proven.map_err(unproven)?;
+    }
     follow(app, order, head.uri.query(), body)
         .await
         .map_err(told)

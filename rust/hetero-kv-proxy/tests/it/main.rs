@@ -5,6 +5,7 @@
 //! byte and when it came.
 
 mod admission;
+mod auth;
 mod bench;
 mod breakers;
 mod cancel;

@@ -13,7 +13,7 @@ fn bodies(flags: &[&str]) -> Bodies {
         .command
     {
         Command::Bench(args) => Bodies::new(&args, "a \"model\""),
-        Command::Serve(_) | Command::Check(_) | Command::Mock(_) => {
+        Command::Serve(_) | Command::Check(_) | Command::Sign(_) | Command::Mock(_) => {
             unreachable!("bench was parsed")
         }
     }
