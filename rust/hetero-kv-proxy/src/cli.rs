@@ -203,6 +203,9 @@ settings! {
     /// Failed probes in a row that make an engine unhealthy [default: 3]
     #[arg(value_name = "N")]
     health_failures_max: u32, "HETERO_KV_PROXY_HEALTH_FAILURES_MAX";
+    /// How often a leg that an engine refused or never got is sent again, to another where there is one [default: 2]
+    #[arg(value_name = "N")]
+    retries_max: u32, "HETERO_KV_PROXY_RETRIES_MAX";
     /// Failed legs in a row that keep an engine out for a time, while another is there; 0 is never [default: 5]
     #[arg(value_name = "N")]
     breaker_failures_max: u32, "HETERO_KV_PROXY_BREAKER_FAILURES_MAX";

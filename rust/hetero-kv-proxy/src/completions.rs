@@ -13,19 +13,20 @@ use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
-use crate::connectors::{Order, PrefillAnswer, Slot, Transfer};
+use crate::connectors::{Leg, Order, PrefillAnswer, Slot, Transfer};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, after_failure, answer_broken, random_hex, read_answer, slot,
+    Attempt, Call, Failure, Refusal, after_failure, answer_broken, random_hex, read_answer, slot,
+    tries_elsewhere,
 };
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::openai::response::{Ended, ended, kv_transfer_params};
 use crate::routing::policy::{KeyParts, RequestKey};
-use crate::routing::{AfterPrefill, Flow, LegFault, Role};
+use crate::routing::{AfterPrefill, Flow, FlowRules, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Slots};
 use crate::stream::{DecodeStream, outcome_of};
@@ -153,7 +154,11 @@ async fn legs(
     record: &mut Record,
 ) -> Result<DecodeHead, Failure> {
     let app = &call.app;
-    let flow = Flow::new(app.config.on_missing_kv);
+    let flow = Flow::new(FlowRules {
+        on_missing_kv: app.config.on_missing_kv,
+        retries_max: app.config.retries_max,
+        refuses_second_read: app.config.connector.refuses_second_read(),
+    });
     let late = |_| Failure::from(deadline_exceeded());
     record.enter(Phase::Queue);
     let slots = timeout_at(deadline, first_slots(call, order))
@@ -211,22 +216,53 @@ async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
     Ok(call.slots(prefill, decode).await?)
 }
 
-/// Sends the client's body to a decode engine until there is a response head.
+/// Sends the client's body to a decode engine until there is an answer to pass on.
 async fn decode_alone(
     call: &Call,
     mut flow: Flow,
-    mut taken: Option<SlotLease>,
+    taken: Option<SlotLease>,
 ) -> Result<DecodeHead, Failure> {
-    let mut next = Attempt::default();
-    loop {
-        let lease = match taken.take() {
-            Some(lease) => lease,
-            None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
-        };
-        match call.send_decode(&lease, None, next.fresh).await {
-            Ok(answer) => return Ok(DecodeHead::alone(answer, lease)),
-            Err(error) => next = after_failure(call, &mut flow, lease, error)?,
+    let (answer, lease) = decode_leg(call, &mut flow, taken, false, |_| None).await?;
+    Ok(DecodeHead::alone(answer, lease))
+}
+
+/// Sends a decode leg until there is an answer to pass on.
+async fn decode_leg(
+    call: &Call,
+    flow: &mut Flow,
+    mut taken: Option<SlotLease>,
+    has_handle: bool,
+    leg: impl Fn(&SlotLease) -> Option<Leg>,
+) -> Result<(upstream::Answer, SlotLease), Failure> {
+    let mut refusal = Refusal::default();
+    let tries = async {
+        let mut next = Attempt::default();
+        loop {
+            let lease = match taken.take() {
+                Some(lease) => lease,
+                None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
+            };
+            match call
+                .send_decode(&lease, leg(&lease).as_ref(), next.fresh)
+                .await
+            {
+                Ok(answer) => {
+                    let status = answer.head.status;
+                    if !tries_elsewhere(call, flow, &lease, has_handle, status) {
+                        return Ok((answer, lease));
+                    }
+                    lease.end(outcome_of(status));
+                    refusal.set(answer);
+                    next = Attempt::default();
+                }
+                Err(error) => next = after_failure(call, flow, lease, has_handle, error)?,
+            }
         }
+    };
+    let ended = tries.await;
+    match ended {
+        Ok(begun) => Ok(begun),
+        Err(failure) => Err(refusal.or(call, failure).await),
     }
 }
 
@@ -242,12 +278,26 @@ struct Prefilled {
     flow: Flow,
 }
 
-/// Sends the prefill leg until there is a response head. Dropped, it closes the connection, on
-/// which the engine aborts the request and pins nothing.
+/// Sends the prefill leg until there is an answer to go on with. Dropped, it closes the connection,
+/// on which the engine aborts the request and pins nothing.
 ///
 /// One race is left: an engine whose answer is on the wire when the client leaves has pinned blocks
 /// that nobody claims. Their lease bounds it.
-async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefilled, Failure> {
+async fn prefill_leg(call: &Call, flow: Flow, slots: Slots) -> Result<Prefilled, Failure> {
+    let mut refusal = Refusal::default();
+    let prefilled = prefill_tries(call, flow, slots, &mut refusal).await;
+    match prefilled {
+        Ok(prefilled) => Ok(prefilled),
+        Err(failure) => Err(refusal.or(call, failure).await),
+    }
+}
+
+async fn prefill_tries(
+    call: &Call,
+    mut flow: Flow,
+    slots: Slots,
+    refusal: &mut Refusal,
+) -> Result<Prefilled, Failure> {
     let app = &call.app;
     let connector = app.config.connector;
     let sent = Instant::now();
@@ -259,14 +309,17 @@ async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefil
     loop {
         let lease = match taken.take() {
             Some(lease) => lease,
-            None => call.slot(Role::Prefill, flow.tried(Role::Prefill)).await?,
+            None => {
+                let tried = flow.tried(Role::Prefill);
+                call.slot(Role::Prefill, tried).await?
+            }
         };
         // A new id each time: the engine that failed may still hold blocks under the old one.
         let transfer_id = random_hex()?;
         let engine_id = match call.engine_id(&lease).await {
             Ok(engine_id) => engine_id,
             Err(error) => {
-                next = after_failure(call, &mut flow, lease, error)?;
+                next = after_failure(call, &mut flow, lease, false, error)?;
                 continue;
             }
         };
@@ -277,6 +330,13 @@ async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefil
         });
         match call.send_prefill(&lease, &leg, next.fresh).await {
             Ok(answer) => {
+                let status = answer.head.status;
+                if tries_elsewhere(call, &mut flow, &lease, false, status) {
+                    lease.end(outcome_of(status));
+                    refusal.set(answer);
+                    next = Attempt::default();
+                    continue;
+                }
                 return Ok(Prefilled {
                     answer,
                     lease,
@@ -287,7 +347,7 @@ async fn prefill_leg(call: &Call, mut flow: Flow, slots: Slots) -> Result<Prefil
                     flow,
                 });
             }
-            Err(error) => next = after_failure(call, &mut flow, lease, error)?,
+            Err(error) => next = after_failure(call, &mut flow, lease, false, error)?,
         }
     }
 }
@@ -364,24 +424,16 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         }
     }
 
-    let mut next = Attempt::default();
-    loop {
-        let lease = match decode.take() {
-            Some(lease) => lease,
-            None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
-        };
-        let leg = leg(Some(&lease));
-        match call.send_decode(&lease, leg.as_ref(), next.fresh).await {
-            Ok(answer) if has_handle => {
-                return Ok(DecodeHead {
-                    kept: Some(kept),
-                    ..DecodeHead::claiming(answer, lease)
-                });
-            }
-            Ok(answer) => return Ok(DecodeHead::alone(answer, lease)),
-            Err(error) => next = after_failure(&call, &mut flow, lease, error)?,
-        }
-    }
+    let taken = decode.take();
+    let leg = |lease: &SlotLease| leg(Some(lease));
+    let (answer, lease) = decode_leg(&call, &mut flow, taken, has_handle, leg).await?;
+    Ok(match has_handle {
+        true => DecodeHead {
+            kept: Some(kept),
+            ..DecodeHead::claiming(answer, lease)
+        },
+        false => DecodeHead::alone(answer, lease),
+    })
 }
 
 fn ended_twice() -> ApiError {

@@ -106,6 +106,8 @@ pub struct Config {
     pub health_timeout: Duration,
     /// Failed probes in a row that make an engine unhealthy.
     pub health_failures_max: u32,
+    /// Retries of one leg of one request.
+    pub retries_max: u32,
     /// Failed legs in a row that keep an engine out; 0 is never.
     pub breaker_failures_max: u32,
     /// For how long at first.
@@ -323,6 +325,7 @@ impl Config {
             1,
             1_000,
         );
+        let retries_max = faults.range("--retries-max", &mut r.retries_max, 2, 0, 16);
         let breaker_failures_max = faults.range(
             "--breaker-failures-max",
             &mut r.breaker_failures_max,
@@ -378,6 +381,7 @@ impl Config {
             health_interval,
             health_timeout,
             health_failures_max,
+            retries_max,
             breaker_failures_max,
             breaker_open,
             drain_timeout,

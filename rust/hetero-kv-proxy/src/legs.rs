@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use http_body_util::BodyExt;
 
 use crate::admission::{Begun, Refused, Ticket};
@@ -18,7 +18,7 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
-use crate::routing::{AfterFailure, Flow, InstanceIndex, LegFailure, LegFault, Role};
+use crate::routing::{AfterFailure, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role};
 use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
@@ -219,6 +219,7 @@ pub(crate) fn after_failure(
     call: &Call,
     flow: &mut Flow,
     lease: SlotLease,
+    has_handle: bool,
     error: SendError,
 ) -> Result<Attempt, Failure> {
     let app = &call.app;
@@ -251,15 +252,78 @@ pub(crate) fn after_failure(
         lease.note_failed(fault);
     }
     lease.end(outcome);
-    let step = flow.leg_failed(role, failure, instance.index, app.routable(role).len());
+    let leg = FailedLeg {
+        role,
+        failure,
+        has_handle,
+        instance: instance.index,
+    };
+    let step = flow.leg_failed(leg, app.routable(role).len());
     let next = match step {
         AfterFailure::RetryElsewhere => Attempt { fresh: false },
         AfterFailure::RetryFresh => Attempt { fresh: true },
         AfterFailure::GiveUp => return Err(given_up(role, code).into()),
     };
+    count_retry(app, role);
+    Ok(next)
+}
+
+fn count_retry(app: &App, role: Role) {
     let labels = RoleLabels { role: role.name() };
     app.metrics.retries.get_or_create(&labels).inc();
-    Ok(next)
+}
+
+/// Whether an answered leg is sent to another engine: this one refuses it at present.
+pub(crate) fn tries_elsewhere(
+    call: &Call,
+    flow: &mut Flow,
+    lease: &SlotLease,
+    has_handle: bool,
+    status: StatusCode,
+) -> bool {
+    let app = &call.app;
+    if status.is_success() {
+        return false;
+    }
+    let role = lease.role();
+    let leg = FailedLeg {
+        role,
+        failure: LegFailure::Refused {
+            status: status.as_u16(),
+        },
+        has_handle,
+        instance: lease.picked.instance,
+    };
+    match flow.leg_failed(leg, app.routable(role).len()) {
+        AfterFailure::RetryElsewhere => {
+            count_retry(app, role);
+            true
+        }
+        AfterFailure::RetryFresh | AfterFailure::GiveUp => false,
+    }
+}
+
+/// The last answer of an engine that refused a leg which was then tried elsewhere.
+#[derive(Default)]
+pub(crate) struct Refusal(Option<upstream::Answer>);
+
+impl Refusal {
+    /// Remembers an answer. Its body stays unread, and is small or never wanted.
+    pub(crate) fn set(&mut self, answer: upstream::Answer) {
+        self.0 = Some(answer);
+    }
+
+    /// What the client is told when the other tries failed too: an engine's own words, such as when
+    /// to come again, say more than that another could not be reached.
+    pub(crate) async fn or(self, call: &Call, failure: Failure) -> Failure {
+        let Some(answer) = self.0 else {
+            return failure;
+        };
+        match read_answer(&call.app, answer.body).await {
+            Some(body) => call.passed_on(answer.head, body),
+            None => failure,
+        }
+    }
 }
 
 fn given_up(role: Role, code: &str) -> ApiError {

@@ -92,10 +92,10 @@ pub(crate) async fn both_legs(
             }
             Err(Broken::Answer(failure)) => return Err(failure),
             Err(Broken::Prefill(lease, error)) => {
-                prefill_next = after_failure(&call, &mut flow, lease, error)?;
+                prefill_next = after_failure(&call, &mut flow, lease, false, error)?;
             }
             Err(Broken::Decode(error)) => {
-                decode_next = after_failure(&call, &mut flow, decode_lease, error)?;
+                decode_next = after_failure(&call, &mut flow, decode_lease, true, error)?;
             }
         }
     }

@@ -21,6 +21,11 @@ impl Connector for Hetero {
         true
     }
 
+    /// A claim on a lease that is over, or that another engine owns, is refused by name.
+    fn refuses_second_read(&self) -> bool {
+        true
+    }
+
     fn prefill_leg(&self, transfer: &Transfer<'_>) -> Leg {
         let id = transfer.id;
         Leg {

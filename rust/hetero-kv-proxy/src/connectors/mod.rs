@@ -78,6 +78,12 @@ pub trait Connector: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether a decode engine refuses a handle whose blocks another has read and freed. Where it does
+    /// not, it reads whatever is in them by then, and nobody notices.
+    fn refuses_second_read(&self) -> bool {
+        false
+    }
+
     /// Whether the prefill leg must name the decode slot, which is then chosen first.
     fn needs_pair(&self) -> bool {
         false

@@ -5,11 +5,20 @@
 
 use super::{InstanceIndex, Role};
 
-/// Retries allowed for one leg of one request. One is enough to step over a dead instance (health
-/// then keeps the rest of the traffic away from it) and cannot multiply load.
-pub const RETRIES_MAX_PER_LEG: u32 = 1;
+/// What one request's legs go by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlowRules {
+    /// What a prefill answer without a KV handle leads to.
+    pub on_missing_kv: OnMissingKv,
+    /// Retries of one leg of one request.
+    pub retries_max: u32,
+    /// Whether the connector itself refuses a handle whose blocks were read and freed. Where it does
+    /// not, a decode leg that may have been taken is never sent again: the second engine would read
+    /// whatever is in those blocks by then.
+    pub refuses_second_read: bool,
+}
 
-/// How a leg failed before its response head.
+/// How a leg failed before an answer that could be passed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LegFailure {
     /// No connection: the engine has not seen the request.
@@ -20,6 +29,25 @@ pub enum LegFailure {
         /// idleness at the moment of sending, and has not seen the request.
         reused: bool,
     },
+    /// It was answered with a status that says that the engine does not take it at present, or
+    /// that what stands in front of it got no answer.
+    Refused {
+        /// 429, 502, 503 or 504; no other is tried again.
+        status: u16,
+    },
+}
+
+/// One failed leg.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FailedLeg {
+    /// Which leg.
+    pub role: Role,
+    /// How it failed.
+    pub failure: LegFailure,
+    /// Whether it carried the handle of a prefill's blocks.
+    pub has_handle: bool,
+    /// The instance that failed it.
+    pub instance: InstanceIndex,
 }
 
 /// What to do after a failed leg.
@@ -61,7 +89,7 @@ pub enum OnMissingKv {
 /// The retry budget and rules of one request.
 #[derive(Debug, Clone)]
 pub struct Flow {
-    on_missing_kv: OnMissingKv,
+    rules: FlowRules,
     prefill: Tries,
     decode: Tries,
 }
@@ -76,56 +104,73 @@ struct Tries {
 
 impl Flow {
     /// A request without a leg yet.
-    pub fn new(on_missing_kv: OnMissingKv) -> Self {
+    pub fn new(rules: FlowRules) -> Self {
         Self {
-            on_missing_kv,
+            rules,
             prefill: Tries::default(),
             decode: Tries::default(),
         }
     }
 
-    /// A leg failed at `instance` before its response head; `instances` is the size of the pool.
-    pub fn leg_failed(
-        &mut self,
-        role: Role,
-        failure: LegFailure,
-        instance: InstanceIndex,
-        instances: usize,
-    ) -> AfterFailure {
-        let tries = match role {
+    /// A leg failed; `instances` is the size of the pool.
+    pub fn leg_failed(&mut self, leg: FailedLeg, instances: usize) -> AfterFailure {
+        let step = match (leg.failure, self.may_be_taken(&leg)) {
+            (_, true) => AfterFailure::GiveUp,
+            (LegFailure::Reset { reused: true }, false) => AfterFailure::RetryFresh,
+            (
+                LegFailure::Connect
+                | LegFailure::Reset { reused: false }
+                | LegFailure::Refused {
+                    status: 429 | 502..=504,
+                },
+                false,
+            ) if instances > 1 => AfterFailure::RetryElsewhere,
+            (
+                LegFailure::Connect
+                | LegFailure::Reset { reused: false }
+                | LegFailure::Refused { .. },
+                false,
+            ) => AfterFailure::GiveUp,
+        };
+        let tries = match leg.role {
             Role::Prefill => &mut self.prefill,
             Role::Decode => &mut self.decode,
         };
-        if tries.retries >= RETRIES_MAX_PER_LEG {
+        if tries.retries >= self.rules.retries_max {
             return AfterFailure::GiveUp;
         }
-        let elsewhere = instances > 1;
-        let step = match (role, failure) {
-            (Role::Prefill | Role::Decode, LegFailure::Reset { reused: true }) => {
-                AfterFailure::RetryFresh
-            }
-            (Role::Prefill, LegFailure::Connect | LegFailure::Reset { reused: false })
-            | (Role::Decode, LegFailure::Connect) => {
-                if elsewhere {
-                    AfterFailure::RetryElsewhere
-                } else {
-                    AfterFailure::GiveUp
-                }
-            }
-            // The decode engine may have taken the request: its connector may have released the
-            // blocks, and the same params would then name blocks that are gone.
-            (Role::Decode, LegFailure::Reset { reused: false }) => AfterFailure::GiveUp,
-        };
         match step {
             AfterFailure::RetryElsewhere => {
                 tries.retries += 1;
-                tries.failed.retain(|known| *known != instance);
-                tries.failed.push(instance);
+                tries.failed.retain(|known| *known != leg.instance);
+                tries.failed.push(leg.instance);
             }
             AfterFailure::RetryFresh => tries.retries += 1,
             AfterFailure::GiveUp => {}
         }
         step
+    }
+
+    /// Whether a leg that is sent again could do harm: the engine that failed it may have taken it.
+    ///
+    /// A prefill leg that is sent again has a new transfer id, and what the first pinned is freed by
+    /// its lease. A decode engine that took its leg may have read the blocks, and freed them.
+    fn may_be_taken(&self, leg: &FailedLeg) -> bool {
+        let read_twice = leg.has_handle && !self.rules.refuses_second_read;
+        match (leg.role, leg.failure) {
+            (Role::Prefill, _) | (Role::Decode, LegFailure::Connect) => false,
+            (Role::Decode, LegFailure::Reset { reused: false }) => true,
+            // Almost surely closed for idleness; "almost" is not enough where nobody would notice.
+            (Role::Decode, LegFailure::Reset { reused: true }) => read_twice,
+            (Role::Decode, LegFailure::Refused { status }) => match status {
+                // Decided before any work is done.
+                429 => false,
+                // A gateway says it of an engine that broke off, too.
+                503 => read_twice,
+                // The words of a gateway about a leg that it had sent.
+                _ => true,
+            },
+        }
     }
 
     /// The instances to avoid in the next try of a leg, the last one last.
@@ -146,7 +191,7 @@ impl Flow {
         } else if stopped {
             AfterPrefill::RecomputeStopped
         } else {
-            match self.on_missing_kv {
+            match self.rules.on_missing_kv {
                 OnMissingKv::Fail => AfterPrefill::MissingKv,
                 OnMissingKv::Recompute => AfterPrefill::Recompute,
             }

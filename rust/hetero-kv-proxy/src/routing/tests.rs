@@ -422,50 +422,110 @@ fn view_shows_legs_by_rank_and_readiness() {
     assert_eq!((pool.ready_count(5), pool.ready_count(9_000)), (1, 0));
 }
 
+const FLOW: FlowRules = FlowRules {
+    on_missing_kv: OnMissingKv::Fail,
+    retries_max: 1,
+    refuses_second_read: true,
+};
+
 #[test]
 fn retries_follow_the_rules_of_each_leg() {
     use AfterFailure::{GiveUp, RetryElsewhere, RetryFresh};
-    let at = InstanceIndex(0);
-    let elsewhere = RetryElsewhere;
     let reset = |reused| LegFailure::Reset { reused };
-    for (role, failure, instances, want) in [
-        (Role::Prefill, LegFailure::Connect, 2, elsewhere),
-        (Role::Prefill, LegFailure::Connect, 1, GiveUp),
-        (Role::Prefill, reset(false), 2, elsewhere),
-        (Role::Prefill, reset(false), 1, GiveUp),
-        (Role::Prefill, reset(true), 1, RetryFresh),
-        (Role::Decode, LegFailure::Connect, 2, elsewhere),
-        (Role::Decode, LegFailure::Connect, 1, GiveUp),
-        (Role::Decode, reset(false), 2, GiveUp),
-        (Role::Decode, reset(true), 1, RetryFresh),
+    let refused = |status| LegFailure::Refused { status };
+    let connect = LegFailure::Connect;
+    let (p, d) = (Role::Prefill, Role::Decode);
+    // What follows with a connector that refuses a second read, and with one that does not.
+    for (role, failure, checked, unchecked) in [
+        (p, connect, RetryElsewhere, RetryElsewhere),
+        (p, reset(false), RetryElsewhere, RetryElsewhere),
+        (p, reset(true), RetryFresh, RetryFresh),
+        (p, refused(429), RetryElsewhere, RetryElsewhere),
+        (p, refused(502), RetryElsewhere, RetryElsewhere),
+        (p, refused(503), RetryElsewhere, RetryElsewhere),
+        (p, refused(504), RetryElsewhere, RetryElsewhere),
+        (p, refused(500), GiveUp, GiveUp),
+        (p, refused(400), GiveUp, GiveUp),
+        (d, connect, RetryElsewhere, RetryElsewhere),
+        (d, reset(false), GiveUp, GiveUp),
+        (d, reset(true), RetryFresh, GiveUp),
+        (d, refused(429), RetryElsewhere, RetryElsewhere),
+        (d, refused(503), RetryElsewhere, GiveUp),
+        (d, refused(502), GiveUp, GiveUp),
+        (d, refused(504), GiveUp, GiveUp),
+        (d, refused(500), GiveUp, GiveUp),
+        (d, refused(404), GiveUp, GiveUp),
     ] {
-        let mut flow = Flow::new(OnMissingKv::Fail);
-        let first = flow.leg_failed(role, failure, at, instances);
-        assert_eq!(first, want, "{role:?} {failure:?} of {instances}");
-        let second = flow.leg_failed(role, LegFailure::Connect, at, 2);
-        if want == GiveUp {
-            assert_eq!(second, elsewhere, "giving up uses no budget");
-        } else {
-            assert_eq!(second, GiveUp, "one retry a leg");
+        for refuses_second_read in [true, false] {
+            for has_handle in [true, false] {
+                for instances in [1, 2] {
+                    let want = match refuses_second_read || !has_handle {
+                        true => checked,
+                        false => unchecked,
+                    };
+                    let want = match (want, instances) {
+                        (RetryElsewhere, 1) => GiveUp,
+                        (want, _) => want,
+                    };
+                    let leg = FailedLeg {
+                        role,
+                        failure,
+                        has_handle,
+                        instance: InstanceIndex(0),
+                    };
+                    let mut flow = Flow::new(FlowRules {
+                        refuses_second_read,
+                        ..FLOW
+                    });
+                    let first = flow.leg_failed(leg, instances);
+                    assert_eq!(first, want, "{leg:?} of {instances}, {refuses_second_read}");
+                    let failure = connect;
+                    let second = flow.leg_failed(FailedLeg { failure, ..leg }, 2);
+                    match want {
+                        GiveUp => assert_eq!(second, RetryElsewhere, "no budget was used"),
+                        RetryElsewhere | RetryFresh => assert_eq!(second, GiveUp),
+                    }
+                }
+            }
         }
     }
 }
 
 #[test]
-fn the_legs_have_separate_budgets() {
-    let mut flow = Flow::new(OnMissingKv::Fail);
-    let at = InstanceIndex(1);
+fn the_legs_have_separate_budgets_and_the_tried_are_known() {
+    let mut flow = Flow::new(FlowRules {
+        retries_max: 3,
+        ..FLOW
+    });
     for role in [Role::Prefill, Role::Decode] {
-        let step = flow.leg_failed(role, LegFailure::Connect, at, 2);
-        assert_eq!(step, AfterFailure::RetryElsewhere);
-        assert_eq!(flow.tried(role), [at]);
+        for (at, tried) in [(0, &[0][..]), (1, &[0, 1]), (0, &[1, 0])] {
+            let leg = FailedLeg {
+                role,
+                failure: LegFailure::Connect,
+                has_handle: false,
+                instance: InstanceIndex(at),
+            };
+            assert_eq!(flow.leg_failed(leg, 2), AfterFailure::RetryElsewhere);
+            let tried: Vec<InstanceIndex> = tried.iter().copied().map(InstanceIndex).collect();
+            assert_eq!(flow.tried(role), tried);
+        }
+        let leg = FailedLeg {
+            role,
+            failure: LegFailure::Connect,
+            has_handle: false,
+            instance: InstanceIndex(0),
+        };
+        assert_eq!(flow.leg_failed(leg, 2), AfterFailure::GiveUp);
     }
 }
 
 #[test]
 fn prefill_answers_lead_to_one_step_each() {
-    let fail = Flow::new(OnMissingKv::Fail);
-    let recompute = Flow::new(OnMissingKv::Recompute);
+    let fail = Flow::new(FLOW);
+    let recompute = Flow::new(FlowRules {
+        on_missing_kv: OnMissingKv::Recompute,
+        ..FLOW
+    });
     let (held, bare) = (true, false);
     assert_eq!(
         fail.prefill_answered(200, held, false),

@@ -33,6 +33,8 @@ pub(crate) enum Script {
     Truncated(&'static str, Framing),
     /// Status, content type, body.
     Answer(u16, &'static str, &'static str),
+    /// This status, with `Retry-After: 7`.
+    Busy(u16),
     /// Nothing, until the proxy closes.
     Silence,
     /// Closes without an answer.
@@ -342,6 +344,9 @@ async fn read_request(reader: &mut OwnedReadHalf, buffer: &mut Vec<u8>) -> Optio
     Some((line, headers, buffer.drain(..length).collect()))
 }
 
+/// The body of [`Script::Busy`].
+pub(crate) const BUSY: &str = r#"{"error":{"message":"come again","code":1.0}}"#;
+
 fn plain(status: u16, body: &str) -> String {
     typed(status, "application/json", body)
 }
@@ -388,6 +393,10 @@ async fn perform(
             )
         }
         Script::Answer(status, kind, body) => typed(status, kind, body),
+        Script::Busy(status) => {
+            let answer = typed(status, "application/json", BUSY);
+            answer.replacen("\r\n", "\r\nRetry-After: 7\r\n", 1)
+        }
         Script::Stream(chunks, pause) => {
             free();
             if !stream(chunks, pause, writer).await {

@@ -19,6 +19,7 @@ mod limits;
 mod mock;
 mod pd_flow;
 mod policies;
+mod retries;
 mod routes;
 mod streaming;
 mod together;
