@@ -1,8 +1,8 @@
 """Wheels of peers that are measured or tried beside the product: unpacked under the cache, and
 installed into no environment.
 
-The cache is ``${HETERO_KV_CACHE:-~/.cache/hetero_kv}``; a wheel's folder there is named after its
-pin, and appears whole or not at all. Needs pip in the interpreter that runs it.
+The cache is ``${HETERO_KV_CACHE:-~/.cache/hetero_kv}``; a folder there is named after what is in
+it, and appears whole or not at all. Needs pip in the interpreter that runs it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 VLLM_ROUTER_PIN = "vllm-router==0.1.17"
 NIXL_PIN = "nixl-cu12==1.5.1"
+# The name by which vLLM imports it.
+NIXL_NEEDS = ("nixl==1.5.1",)
 MARK = ".installed"
 PIP_TIMEOUT_S = 600.0
 
@@ -34,7 +36,7 @@ def unpacked(pin: str, *needs: str, dependencies: bool = False) -> Path:
 
     Raises `WheelError`.
     """
-    folder = cache_folder() / pin.replace("==", "-")
+    folder = cache_folder() / "+".join(name.replace("==", "-") for name in (pin, *needs))
     if (folder / MARK).is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -169,8 +169,6 @@ def test_tools(site: Site, ours: openai.OpenAI, alone: openai.OpenAI) -> None:
     with moved(site):
         call = ours.chat.completions.create(**asked).choices[0].message.tool_calls[0]
     assert call.function == expected
-    # JSON at least: whether it is the schema's is vLLM's affair.
-    json.loads(call.function.arguments)
     with moved(site):
         deltas = [
             part.function
@@ -179,7 +177,9 @@ def test_tools(site: Site, ours: openai.OpenAI, alone: openai.OpenAI) -> None:
             for part in choice.delta.tool_calls or ()
         ]
     assert [delta.name for delta in deltas if delta.name] == ["count_boats"]
-    assert "".join(delta.arguments or "" for delta in deltas) == expected.arguments
+    # Streamed it comes as the model wrote it. Whether it fits the schema is vLLM's affair.
+    arguments = "".join(delta.arguments or "" for delta in deltas)
+    assert json.loads(arguments) == json.loads(expected.arguments)
 
 
 def test_errors_and_lists_are_the_packages_own(ours: openai.OpenAI) -> None:
