@@ -15,6 +15,8 @@ JSON ?=
 # Of the simulator.
 SEEDS ?= 3000
 FROM ?= 0
+SOAK_S ?= 1800
+SEED ?= 1
 # More arguments for the demo, pytest, the simulator or the mutants.
 ARGS ?=
 
@@ -100,6 +102,11 @@ sanitize: ## Tests under AddressSanitizer, ThreadSanitizer and Miri (needs a nig
 .PHONY: fuzz
 fuzz: ## The proxy's parsers under libFuzzer, a minute each (needs a nightly toolchain and g++)
 	$(call stage,fuzz,python3 tools/fuzz.py $(ARGS))
+
+.PHONY: soak
+soak: ## The proxy under load while workers die, come, go and change: SOAK_S=1800 SEED=1 (tests: 60 s)
+	$(call stage,soak,HETERO_KV_SOAK_S=$(SOAK_S) HETERO_KV_SOAK_SEED=$(SEED) cargo test \
+		--release --locked -p hetero-kv-proxy --test soak -- --nocapture $(ARGS))
 
 .PHONY: sim
 sim: ## Simulate clusters: SEEDS=100000 FROM=0 for more seeds than the tests run

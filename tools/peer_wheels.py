@@ -16,8 +16,9 @@ from pathlib import Path
 
 VLLM_ROUTER_PIN = "vllm-router==0.1.17"
 NIXL_PIN = "nixl-cu12==1.5.1"
-# The name by which vLLM imports it.
-NIXL_NEEDS = ("nixl==1.5.1",)
+# What vLLM imports: a package that takes the build for the CUDA that torch was built for. Both
+# import on a host without CUDA.
+NIXL_FOR_VLLM = ("nixl==1.5.1", "nixl-cu13==1.5.1")
 MARK = ".installed"
 PIP_TIMEOUT_S = 600.0
 

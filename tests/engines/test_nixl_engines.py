@@ -16,7 +16,7 @@ from .legs import Pending, completion, post
 from .reference import Reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-from peer_wheels import NIXL_NEEDS, NIXL_PIN, WheelError, unpacked
+from peer_wheels import NIXL_FOR_VLLM, WheelError, unpacked
 
 pytestmark = [
     pytest.mark.engines,
@@ -61,7 +61,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(references: References, engine_logs: Path) -> Iterator[Pair]:
     try:
-        folder = unpacked(NIXL_PIN, *NIXL_NEEDS)
+        folder = unpacked(*NIXL_FOR_VLLM)
     except WheelError as error:
         pytest.skip(str(error))
     reference = references.of("gqa")
