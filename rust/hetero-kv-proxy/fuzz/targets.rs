@@ -6,13 +6,16 @@ use hetero_kv_proxy::cli::Settings;
 use hetero_kv_proxy::config::Config;
 use hetero_kv_proxy::openai::Route;
 use hetero_kv_proxy::openai::request::{Request, refuse_params};
-use hetero_kv_proxy::openai::response::{ended, kv_transfer_params};
+use hetero_kv_proxy::openai::response;
 use hetero_kv_proxy::openai::sse::Tail;
 use hetero_kv_proxy::workers;
 use serde_json::{Map, Value};
 
+/// Panics where a demand is not met.
+type Demand = fn(&[u8]);
+
 /// Name and demand of each target; the name is that of its corpus.
-pub(crate) const ALL: [(&str, fn(&[u8])); 4] = [
+pub(crate) const ALL: [(&str, Demand); 4] = [
     ("splice", splice),
     ("answer", answer),
     ("registration", registration),
@@ -86,8 +89,7 @@ fn splice(data: &[u8]) {
 
 /// An engine's answer: what is read of it is a part of it, and nothing ends the proxy.
 fn answer(data: &[u8]) {
-    let _ = ended(data);
-    if let Some(params) = kv_transfer_params(data) {
+    if let Some(params) = response::read(data).params {
         assert!(find(data, params.as_bytes()).is_some());
         assert!(params.starts_with('{'), "only an object is handed over");
     }

@@ -14,6 +14,9 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::{Request, RequestError};
 
+/// A body of at least so many bytes may be a slice of what was read with it.
+const SHARED_BYTES_MIN: usize = 8 << 10;
+
 /// Waits until the request may run, and reads its body meanwhile: only then does a client that leaves
 /// the queue show.
 pub(crate) async fn enter(
@@ -75,8 +78,7 @@ pub(crate) async fn body_within(
     if declared > max {
         return Err(too_large());
     }
-    // A declared length is a claim: only the first part of it is set aside unseen.
-    let mut whole = BytesMut::with_capacity(declared.min(256 << 10) as usize);
+    let mut whole = BytesMut::new();
     loop {
         let frame = timeout_at(
             deadline,
@@ -96,6 +98,15 @@ pub(crate) async fn body_within(
         if let Ok(data) = frame.into_data() {
             if whole.len() as u64 + data.len() as u64 > max {
                 return Err(too_large());
+            }
+            // A long body that came at once is not copied; of a short one the connection's buffer
+            // would be held.
+            if data.len() as u64 == declared && data.len() >= SHARED_BYTES_MIN {
+                return Ok(data);
+            }
+            // A declared length is a claim: only the first part of it is set aside unseen.
+            if whole.is_empty() {
+                whole.reserve(declared.min(256 << 10) as usize);
             }
             whole.extend_from_slice(&data);
         }

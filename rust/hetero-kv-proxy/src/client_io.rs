@@ -101,6 +101,15 @@ impl ClientIo {
     }
 
     fn note_read(&mut self, fresh: &[u8]) {
+        // Nearly every head comes in one read, maybe with a long body behind it.
+        if self.head.is_empty()
+            && let Some(end) = head_end(fresh)
+        {
+            let two = has_two_lengths(&fresh[..end]);
+            self.watch.two_lengths.store(two, Ordering::Relaxed);
+            self.watch.armed.store(false, Ordering::Relaxed);
+            return;
+        }
         // The blank line may lie across two reads.
         let from = self.head.len().saturating_sub(3);
         self.head.extend_from_slice(fresh);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderValue, Request as HttpRequest};
+use http::{HeaderMap, HeaderValue, Request as HttpRequest, header};
 use hyper::body::Incoming;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
@@ -13,18 +13,19 @@ use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
-use crate::connectors::{Leg, Order, PrefillAnswer, Slot, Transfer};
+use crate::connectors::{Leg, Order, Slot, Transfer};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, Refusal, after_failure, answer_broken, random_hex, read_answer, slot,
+    Attempt, Call, Failure, Refusal, after_failure, answer_broken, read_answer, slot,
     tries_elsewhere,
 };
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
-use crate::openai::response::{Ended, ended, kv_transfer_params};
+use crate::openai::response::{self, Ended};
+use crate::random::random_hex;
 use crate::routing::policy::{KeyParts, RequestKey};
 use crate::routing::{AfterPrefill, Flow, FlowRules, LegFault, Role};
 use crate::running::{Running, aborted};
@@ -66,12 +67,16 @@ pub(crate) struct Begun {
 
 impl Begun {
     /// The answer as the client gets it.
-    pub(crate) fn answer(self, app: Arc<App>, mut record: Record) -> Answer {
-        let head = &self.decode.answer.head;
+    pub(crate) fn answer(mut self, app: Arc<App>, mut record: Record) -> Answer {
+        let head = &mut self.decode.answer.head;
         let status = head.status;
-        let headers = headers::for_client(head.headers.clone(), self.request_id.as_ref());
+        let headers = std::mem::take(&mut head.headers);
+        let headers = headers::for_client(headers, self.request_id.as_ref());
         record.answering(status);
-        let stream = DecodeStream::new(app, self, record);
+        let is_events = headers
+            .get(header::CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+        let stream = DecodeStream::new(app, self, is_events, record);
         let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
         *answer.status_mut() = status;
         *answer.headers_mut() = headers;
@@ -381,10 +386,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         .prefill_leg_seconds
         .observe(sent.elapsed().as_secs_f64());
 
-    let answer = PrefillAnswer {
-        params: kv_transfer_params(&body),
-        ended: ended(&body),
-    };
+    let answer = response::read(&body);
     let leg = |decode: Option<&SlotLease>| {
         let transfer = Transfer {
             id: &transfer_id,

@@ -16,8 +16,9 @@ use crate::app::App;
 use crate::client_io::HeadWatch;
 use crate::headers;
 use crate::instance::Instance;
-use crate::legs::{random_hex, read_answer};
+use crate::legs::read_answer;
 use crate::openai::error::ApiError;
+use crate::random::random_hex;
 use crate::routing::Role;
 use crate::upstream::{LegBody, SendError};
 

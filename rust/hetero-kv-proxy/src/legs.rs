@@ -171,7 +171,7 @@ impl Call {
         leg: &Leg,
         fresh: bool,
     ) -> Result<upstream::Answer, SendError> {
-        let body = LegBody::new([self.request.prefill_body(&leg.params)], None);
+        let body = LegBody::new(self.request.prefill_body(&leg.params), None);
         self.send(lease, body, Some(leg), fresh).await
     }
 
@@ -184,7 +184,7 @@ impl Call {
     ) -> Result<upstream::Answer, SendError> {
         let params = leg.map(|leg| leg.params.as_str());
         let body = self.request.decode_body(params);
-        let body = LegBody::new([body], Some(self.written.clone()));
+        let body = LegBody::new(body, Some(self.written.clone()));
         self.send(lease, body, leg, fresh).await
     }
 
@@ -371,15 +371,4 @@ pub(crate) fn answer_broken() -> ApiError {
         "prefill_answer_broken",
         "the prefill engine's answer broke off or was too large",
     )
-}
-
-/// 128 random bits as 32 hex digits.
-///
-/// # Errors
-/// 500 where the system gives no random numbers.
-pub(crate) fn random_hex() -> Result<String, ApiError> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|_| ApiError::new(500, "internal", "the system gives no random numbers"))?;
-    Ok(hex::encode(bytes))
 }

@@ -28,6 +28,7 @@ pub mod metrics;
 pub mod mock;
 pub mod openai;
 pub mod probe;
+mod random;
 pub mod relay;
 mod reload;
 pub mod routing;

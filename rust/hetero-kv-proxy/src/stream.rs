@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{StatusCode, header};
+use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
@@ -98,8 +98,9 @@ struct Live {
 }
 
 impl DecodeStream {
-    /// The body of a begun answer, counted by `record`.
-    pub(crate) fn new(app: Arc<App>, begun: Begun, record: Record) -> Self {
+    /// The body of a begun answer, counted by `record`; `is_events` says whether it is an event
+    /// stream.
+    pub(crate) fn new(app: Arc<App>, begun: Begun, is_events: bool, record: Record) -> Self {
         let now = Instant::now();
         let Begun {
             decode,
@@ -113,12 +114,6 @@ impl DecodeStream {
             deadline,
             idle: app.config.stream_idle_timeout,
         };
-        let is_events = decode
-            .answer
-            .head
-            .headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
         let mut stream = Self {
             outcome: outcome_of(decode.answer.head.status),
             started: record.started(),
@@ -181,7 +176,7 @@ impl DecodeStream {
                 return Poll::Ready(None);
             };
             if let Some(chunk) = live.decode.early.take() {
-                self.note_chunk(chunk.clone());
+                self.note_chunk(&chunk);
                 if self.engine_ended() {
                     self.complete();
                 }
@@ -190,7 +185,7 @@ impl DecodeStream {
             match Pin::new(&mut live.decode.answer.body).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Some(chunk) = frame.data_ref() {
-                        self.note_chunk(chunk.clone());
+                        self.note_chunk(chunk);
                     }
                     if self.engine_ended() {
                         self.complete();
@@ -228,21 +223,21 @@ impl DecodeStream {
         }
     }
 
-    fn note_chunk(&mut self, chunk: Bytes) {
+    fn note_chunk(&mut self, chunk: &[u8]) {
         self.heard = Instant::now();
         if let Some(events) = &mut self.events {
             if !self.any_chunk {
                 let seconds = (self.heard - self.started).as_secs_f64();
                 self.app.metrics.ttft_seconds.observe(seconds);
             }
-            events.push(&chunk);
+            events.push(chunk);
         }
         if !self.any_chunk {
             self.any_chunk = true;
             // Decode has read its KV.
             if let Some(live) = &mut self.live {
                 live.decode.kept = None;
-                let failed = self.events.is_some() && sse::is_failure(&chunk);
+                let failed = self.events.is_some() && sse::is_failure(chunk);
                 if failed {
                     live.decode.lease.note_failed(LegFault::Failed);
                 } else if live.decode.answer.head.status.is_success() {

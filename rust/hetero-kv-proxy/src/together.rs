@@ -17,9 +17,10 @@ use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, after_failure, answer_broken, no_engine, random_hex, read_answer, slot,
+    Attempt, Call, Failure, after_failure, answer_broken, no_engine, read_answer, slot,
 };
 use crate::openai::error::ApiError;
+use crate::random::random_hex;
 use crate::routing::{Flow, LegFault, Role};
 use crate::slots::Slots;
 use crate::stream::outcome_of;

@@ -17,7 +17,7 @@ mod tests;
 
 use std::fmt;
 
-use crate::openai::response::Ended;
+use crate::openai::response::PrefillAnswer;
 use crate::routing::Role;
 
 pub use peer::{PeerSpec, Slot, WORKER_KEYS, ZmqAddress};
@@ -51,15 +51,6 @@ pub struct Leg {
     pub params: String,
     /// `X-Request-Id` in place of the request's own.
     pub request_id: Option<String>,
-}
-
-/// What the proxy reads in a good prefill answer.
-#[derive(Debug, Clone, Copy)]
-pub struct PrefillAnswer<'a> {
-    /// Its `kv_transfer_params` object, byte for byte.
-    pub params: Option<&'a str>,
-    /// Why it ended after its one token.
-    pub ended: Ended,
 }
 
 /// One kind of KV connector.

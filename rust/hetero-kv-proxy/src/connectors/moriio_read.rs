@@ -1,5 +1,7 @@
 //! vLLM's `MoRIIOConnector` with `read_mode`: decode reads what the prefill answer names.
 
+use bytes::Bytes;
+
 use super::{Connector, Leg, Order, PeerSpec, PrefillAnswer, Transfer, moriio};
 use crate::openai::splice::{Change, Object};
 use crate::routing::Role;
@@ -80,7 +82,9 @@ impl Connector for MoriioRead {
         if peer.tp > 0 && object.find(text, "tp_size").ok()?.is_none() {
             changes.push(Change::Set("remote_tp_size", &tp));
         }
-        let params = String::from_utf8(object.apply(text, &changes)).ok()?;
+        let text = Bytes::copy_from_slice(text);
+        let pieces = object.apply(&text, &changes, usize::MAX);
+        let params = String::from_utf8(pieces.concat()).ok()?;
         let decode = transfer.decode?;
         Some(Leg {
             params,

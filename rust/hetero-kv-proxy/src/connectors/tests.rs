@@ -4,6 +4,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::openai::response::Ended;
 
 const ID: &str = "00112233445566778899aabbccddeeff";
 

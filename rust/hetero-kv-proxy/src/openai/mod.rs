@@ -4,6 +4,7 @@
 pub mod error;
 pub mod request;
 pub mod response;
+mod scan;
 pub mod splice;
 pub mod sse;
 

@@ -7,6 +7,10 @@ use serde_json::value::RawValue;
 use super::Route;
 use super::splice::{Change, DuplicateField, Object, SyntaxError};
 
+/// A run of the client's bytes that is at least so long is shared by both legs. A shorter one is
+/// copied: that costs less than one more piece to write.
+const SHARED_BYTES_MIN: usize = 2 << 10;
+
 /// Why a client's body is answered 400.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
@@ -230,12 +234,12 @@ impl Request {
         }
     }
 
-    /// The body of the prefill leg: one token, one sequence, no stream, and `params` (one JSON
-    /// object).
+    /// The body of the prefill leg, in pieces that follow each other: one token, one sequence, no
+    /// stream, and `params` (one JSON object).
     ///
     /// A list of prompts is cut to its first: the answer can carry the params of one prompt only,
     /// so prefilling the others would be thrown away. Decode computes those itself.
-    pub fn prefill_body(&self, params: &str) -> Bytes {
+    pub fn prefill_body(&self, params: &str) -> Vec<Bytes> {
         let mut changes = vec![
             Change::Set("kv_transfer_params", params),
             Change::Remove("stream_options"),
@@ -273,18 +277,19 @@ impl Request {
                 changes.push(Change::Set("prompt", first));
             }
         }
-        self.object.apply(&self.body, &changes).into()
+        self.object.apply(&self.body, &changes, SHARED_BYTES_MIN)
     }
 
-    /// The body of the decode leg: the client's bytes, and `params` (one JSON object) spliced in.
+    /// The body of the decode leg, as above: the client's bytes, and `params` (one JSON object)
+    /// spliced in.
     /// Without params it is the client's body itself.
-    pub fn decode_body(&self, params: Option<&str>) -> Bytes {
+    pub fn decode_body(&self, params: Option<&str>) -> Vec<Bytes> {
         match params {
             Some(params) => {
                 let change = Change::Set("kv_transfer_params", params);
-                self.object.apply(&self.body, &[change]).into()
+                self.object.apply(&self.body, &[change], SHARED_BYTES_MIN)
             }
-            None => self.body.clone(),
+            None => vec![self.body.clone()],
         }
     }
 }

@@ -15,41 +15,54 @@ pub enum Ended {
     Unknown,
 }
 
-/// Why a prefill answer ended: by the first choice, or by the status of a response.
-pub fn ended(body: &[u8]) -> Ended {
-    #[derive(Deserialize)]
-    struct Answer<'a> {
-        #[serde(borrow, default)]
-        choices: Vec<Choice<'a>>,
-        #[serde(borrow, default)]
-        status: Option<&'a str>,
+/// What the proxy reads in a prefill answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillAnswer<'a> {
+    /// The raw `kv_transfer_params` object, byte for byte as the engine wrote it. `None` when there
+    /// is none that a decode engine could use: not JSON, the field absent, twice, null or anything
+    /// but an object.
+    pub params: Option<&'a str>,
+    /// Why it ended after its one token: by the first choice, or by the status of a response.
+    pub ended: Ended,
+}
+
+/// Reads a prefill answer, in one pass over it.
+pub fn read(body: &[u8]) -> PrefillAnswer<'_> {
+    let Ok(object) = Object::parse(body) else {
+        return PrefillAnswer {
+            params: None,
+            ended: Ended::Unknown,
+        };
+    };
+    let member = |name| {
+        let range = object.find(body, name).ok()?;
+        range.map_or(Some(""), |range| std::str::from_utf8(&body[range]).ok())
+    };
+    PrefillAnswer {
+        params: member("kv_transfer_params").filter(|raw| raw.starts_with('{')),
+        ended: ended(member("choices"), member("status")).unwrap_or(Ended::Unknown),
     }
+}
+
+/// By the raw members, which are empty where they are absent.
+fn ended(choices: Option<&str>, status: Option<&str>) -> Option<Ended> {
     #[derive(Deserialize)]
     struct Choice<'a> {
         #[serde(borrow, default)]
         finish_reason: Option<&'a str>,
     }
-    let Ok(answer) = serde_json::from_slice::<Answer<'_>>(body) else {
-        return Ended::Unknown;
+    let choices: Vec<Choice<'_>> = match choices? {
+        "" => Vec::new(),
+        raw => serde_json::from_str(raw).ok()?,
     };
-    let reason = answer
-        .choices
-        .first()
-        .and_then(|choice| choice.finish_reason);
-    match reason.or(answer.status) {
+    let status: Option<&str> = match status? {
+        "" => None,
+        raw => serde_json::from_str(raw).ok()?,
+    };
+    let reason = choices.first().and_then(|choice| choice.finish_reason);
+    Some(match reason.or(status) {
         Some("length" | "incomplete") => Ended::Length,
         Some("stop" | "tool_calls" | "completed") => Ended::Stopped,
         Some(_) | None => Ended::Unknown,
-    }
-}
-
-/// The raw `kv_transfer_params` object of a prefill answer, byte for byte as the engine wrote it.
-///
-/// `None` when the answer carries none that a decode engine could use: not JSON, the field absent,
-/// twice, null or anything but an object.
-pub fn kv_transfer_params(body: &[u8]) -> Option<&str> {
-    let object = Object::parse(body).ok()?;
-    let range = object.find(body, "kv_transfer_params").ok()??;
-    let raw = std::str::from_utf8(&body[range]).ok()?;
-    raw.starts_with('{').then_some(raw)
+    })
 }

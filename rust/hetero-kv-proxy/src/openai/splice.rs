@@ -5,8 +5,11 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
 use serde::de::{Deserializer as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
+
+use super::scan;
 
 /// Why a body is not a JSON object.
 #[derive(Debug, thiserror::Error)]
@@ -26,18 +29,31 @@ pub struct DuplicateField(pub String);
 
 /// Byte ranges of one member.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Member {
+pub(super) struct Member {
     /// With its quotes.
-    name: Range<usize>,
-    value: Range<usize>,
+    pub(super) name: Range<usize>,
+    /// Whether the name is written with escapes.
+    pub(super) escaped: bool,
+    pub(super) value: Range<usize>,
+}
+
+impl Member {
+    /// Whether this is the member `name` of `text`.
+    fn is(&self, text: &[u8], name: &str) -> bool {
+        let raw = &text[self.name.clone()];
+        if self.escaped {
+            return serde_json::from_slice::<String>(raw).is_ok_and(|decoded| decoded == name);
+        }
+        raw.len() == name.len() + 2 && &raw[1..raw.len() - 1] == name.as_bytes()
+    }
 }
 
 /// Where the top-level members of one JSON object lie in its text.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Object {
     /// Offset just behind the opening brace.
-    open: usize,
-    members: Vec<Member>,
+    pub(super) open: usize,
+    pub(super) members: Vec<Member>,
 }
 
 /// One change to a top-level member.
@@ -57,6 +73,14 @@ impl Object {
     pub fn parse(text: &[u8]) -> Result<Self, SyntaxError> {
         let text =
             std::str::from_utf8(text).map_err(|error| SyntaxError::Utf8(error.valid_up_to()))?;
+        if let Some((open, members)) = scan::members(text.as_bytes()) {
+            return Ok(Self { open, members });
+        }
+        Self::by_parser(text)
+    }
+
+    /// As [`Object::parse`], for what the fast look does not understand.
+    pub(super) fn by_parser(text: &str) -> Result<Self, SyntaxError> {
         let mut parser = serde_json::Deserializer::from_str(text);
         let members = parser.deserialize_map(Members { text })?;
         parser.end()?;
@@ -71,7 +95,7 @@ impl Object {
     pub fn find(&self, text: &[u8], name: &str) -> Result<Option<Range<usize>>, DuplicateField> {
         let mut found = None;
         for member in &self.members {
-            if named(&text[member.name.clone()], name) {
+            if member.is(text, name) {
                 if found.is_some() {
                     return Err(DuplicateField(name.to_owned()));
                 }
@@ -81,8 +105,11 @@ impl Object {
         Ok(found)
     }
 
-    /// The text with `changes` made. Each name occurs at most once in `changes` and in the object.
-    pub fn apply(&self, text: &[u8], changes: &[Change<'_>]) -> Vec<u8> {
+    /// The text with `changes` made, in pieces that follow each other. Each name occurs at most once
+    /// in `changes` and in the object.
+    ///
+    /// A run of at least `shared_min` bytes that is not changed is not copied either.
+    pub fn apply(&self, text: &Bytes, changes: &[Change<'_>], shared_min: usize) -> Vec<Bytes> {
         let added: usize = changes
             .iter()
             .map(|change| match change {
@@ -90,22 +117,25 @@ impl Object {
                 Change::Remove(_) => 0,
             })
             .sum();
-        let mut out = Vec::with_capacity(text.len() + added);
+        let mut out = Pieces {
+            text,
+            shared_min,
+            done: Vec::new(),
+            open: Vec::with_capacity(added + text.len().min(shared_min)),
+        };
         let plan: Vec<Option<&Change<'_>>> = self
             .members
             .iter()
             .map(|member| {
                 changes.iter().find(|change| match change {
-                    Change::Set(name, _) | Change::Remove(name) => {
-                        named(&text[member.name.clone()], name)
-                    }
+                    Change::Set(name, _) | Change::Remove(name) => member.is(text, name),
                 })
             })
             .collect();
         let removed = |at: usize| matches!(plan[at], Some(Change::Remove(_)));
         let kept = (0..plan.len()).filter(|&at| !removed(at)).count();
 
-        out.extend_from_slice(&text[..self.open]);
+        out.put_run(0..self.open);
         let mut inserted = 0;
         for change in changes {
             match change {
@@ -114,19 +144,19 @@ impl Object {
                         continue;
                     }
                     if inserted > 0 {
-                        out.push(b',');
+                        out.put(b",");
                     }
-                    out.push(b'"');
-                    out.extend_from_slice(name.as_bytes());
-                    out.extend_from_slice(b"\":");
-                    out.extend_from_slice(value.as_bytes());
+                    out.put(b"\"");
+                    out.put(name.as_bytes());
+                    out.put(b"\":");
+                    out.put(value.as_bytes());
                     inserted += 1;
                 }
                 Change::Remove(_) => {}
             }
         }
         if inserted > 0 && kept > 0 {
-            out.push(b',');
+            out.put(b",");
         }
 
         let mut copied = self.open;
@@ -136,8 +166,8 @@ impl Object {
                 None => {}
                 Some(Change::Set(_, value)) => {
                     let range = &self.members[at].value;
-                    out.extend_from_slice(&text[copied..range.start]);
-                    out.extend_from_slice(value.as_bytes());
+                    out.put_run(copied..range.start);
+                    out.put(value.as_bytes());
                     copied = range.end;
                 }
                 Some(Change::Remove(_)) => {
@@ -160,24 +190,46 @@ impl Object {
                     } else {
                         (self.members[first].name.start, self.members[at].value.end)
                     };
-                    out.extend_from_slice(&text[copied..from]);
+                    out.put_run(copied..from);
                     copied = to;
                 }
             }
             at += 1;
         }
-        out.extend_from_slice(&text[copied..]);
-        out
+        out.put_run(copied..text.len());
+        out.close();
+        out.done
     }
 }
 
-/// Whether a raw member name, with its quotes, spells `name`.
-fn named(raw: &[u8], name: &str) -> bool {
-    let inner = &raw[1..raw.len() - 1];
-    if inner.contains(&b'\\') {
-        return serde_json::from_slice::<String>(raw).is_ok_and(|decoded| decoded == name);
+/// A text that is put together from runs of another.
+struct Pieces<'a> {
+    text: &'a Bytes,
+    shared_min: usize,
+    done: Vec<Bytes>,
+    /// The piece that is being written.
+    open: Vec<u8>,
+}
+
+impl Pieces<'_> {
+    fn put(&mut self, bytes: &[u8]) {
+        self.open.extend_from_slice(bytes);
     }
-    inner == name.as_bytes()
+
+    fn put_run(&mut self, range: Range<usize>) {
+        if range.len() < self.shared_min || range.is_empty() {
+            self.open.extend_from_slice(&self.text[range]);
+        } else {
+            self.close();
+            self.done.push(self.text.slice(range));
+        }
+    }
+
+    fn close(&mut self) {
+        if !self.open.is_empty() {
+            self.done.push(std::mem::take(&mut self.open).into());
+        }
+    }
 }
 
 struct Members<'a> {
@@ -205,6 +257,7 @@ impl<'de> Visitor<'de> for Members<'de> {
             let value = map.next_value::<&'de RawValue>()?;
             members.push(Member {
                 name: self.range(name),
+                escaped: name.get().contains('\\'),
                 value: self.range(value),
             });
         }

@@ -36,29 +36,35 @@ const TAIL_BYTES: usize = 16;
 /// Follows the end of an event stream.
 #[derive(Debug, Default)]
 pub struct Tail {
-    tail: Vec<u8>,
+    bytes: [u8; TAIL_BYTES],
+    length: usize,
 }
 
 impl Tail {
     /// Notes a chunk that was passed on.
     pub fn push(&mut self, chunk: &[u8]) {
-        let keep = chunk.len().min(TAIL_BYTES);
-        let old = self.tail.len().min(TAIL_BYTES - keep);
-        self.tail.drain(..self.tail.len() - old);
-        self.tail.extend_from_slice(&chunk[chunk.len() - keep..]);
+        let fresh = chunk.len().min(TAIL_BYTES);
+        let old = self.length.min(TAIL_BYTES - fresh);
+        self.bytes.copy_within(self.length - old..self.length, 0);
+        self.length = old + fresh;
+        self.bytes[old..self.length].copy_from_slice(&chunk[chunk.len() - fresh..]);
+    }
+
+    fn tail(&self) -> &[u8] {
+        &self.bytes[..self.length]
     }
 
     /// Whether the last event was the one that ends an OpenAI stream.
     pub fn is_done(&self) -> bool {
-        self.tail.trim_ascii_end().ends_with(DONE)
+        self.tail().trim_ascii_end().ends_with(DONE)
     }
 
     /// The event that tells the client of a break. When the engine broke inside an event, that
     /// event is closed first so that this one stands alone.
     pub fn error_event(&self, error: &ApiError) -> Bytes {
-        let closed = self.tail.is_empty()
-            || self.tail.ends_with(b"\n\n")
-            || self.tail.ends_with(b"\r\n\r\n");
+        let closed = self.tail().is_empty()
+            || self.tail().ends_with(b"\n\n")
+            || self.tail().ends_with(b"\r\n\r\n");
         let mut event = Vec::new();
         if !closed {
             event.extend_from_slice(b"\n\n");

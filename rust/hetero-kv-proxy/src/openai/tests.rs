@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use super::Route;
 use super::error::ApiError;
 use super::request::{Request, RequestError};
-use super::response::{Ended, ended, kv_transfer_params};
+use super::response::{Ended, read};
+use super::scan;
 use super::splice::{Change, Object};
 use super::sse::Tail;
 
@@ -24,12 +25,12 @@ fn completions(body: &str) -> Result<Request, RequestError> {
 
 fn prefill(body: &str) -> String {
     let request = completions(body).expect("a valid request");
-    String::from_utf8(request.prefill_body(PARAMS).to_vec()).expect("UTF-8")
+    String::from_utf8(request.prefill_body(PARAMS).concat()).expect("UTF-8")
 }
 
 fn decode(body: &str, params: &str) -> String {
     let request = completions(body).expect("a valid request");
-    String::from_utf8(request.decode_body(Some(params)).to_vec()).expect("UTF-8")
+    String::from_utf8(request.decode_body(Some(params)).concat()).expect("UTF-8")
 }
 
 /// Bytes that a re-serialising proxy changes: floats, big integers, escapes, order, white space.
@@ -119,8 +120,12 @@ fn removal_takes_one_comma_wherever_the_member_stands() {
         (r#"{"s":1,"r":1}"#, "{}"),
     ] {
         let object = Object::parse(body.as_bytes()).expect("object");
-        let out = object.apply(body.as_bytes(), &[Change::Remove("r"), Change::Remove("s")]);
-        assert_eq!(String::from_utf8_lossy(&out), want, "{body}");
+        let text = Bytes::from_static(body.as_bytes());
+        for shared_min in [1, usize::MAX] {
+            let changes = [Change::Remove("r"), Change::Remove("s")];
+            let out = object.apply(&text, &changes, shared_min).concat();
+            assert_eq!(String::from_utf8_lossy(&out), want, "{body}");
+        }
     }
 }
 
@@ -210,11 +215,12 @@ fn a_limit_of_the_client_is_exact_whatever_prefill_is_told() {
     ] {
         for body in bodies {
             let request = parsed(body, route);
-            assert_eq!(request.decode_body(None), body.as_bytes());
-            let decode = request.decode_body(Some("{}"));
+            assert_eq!(request.decode_body(None), [body.as_bytes()]);
+            let decode = request.decode_body(Some("{}")).concat();
             let want = body.replacen('{', r#"{"kv_transfer_params":{},"#, 1);
             assert_eq!(decode, want.as_bytes());
-            let prefill: Value = serde_json::from_slice(&request.prefill_body("{}")).expect("JSON");
+            let prefill: Value =
+                serde_json::from_slice(&request.prefill_body("{}").concat()).expect("JSON");
             for limit in ["max_tokens", "max_completion_tokens", "max_output_tokens"] {
                 let set = prefill.get(limit).is_none_or(|value| *value == json!(1));
                 assert!(set, "{limit} in {prefill}");
@@ -227,7 +233,7 @@ fn a_limit_of_the_client_is_exact_whatever_prefill_is_told() {
 fn the_prefill_leg_of_a_response_has_its_own_limit_and_is_not_stored() {
     let body = r#"{"input":"p","max_output_tokens":50,"stream":true,"store":true,"max_tokens":9}"#;
     let prefill = parsed(body, Route::Responses).prefill_body(PARAMS);
-    let prefill: Value = serde_json::from_slice(&prefill).expect("JSON");
+    let prefill: Value = serde_json::from_slice(&prefill.concat()).expect("JSON");
     assert_eq!(
         prefill,
         json!({
@@ -237,8 +243,8 @@ fn the_prefill_leg_of_a_response_has_its_own_limit_and_is_not_stored() {
     );
     let absent = parsed(r#"{"input":"p"}"#, Route::Responses).prefill_body("{}");
     assert_eq!(
-        absent,
-        r#"{"kv_transfer_params":{},"max_output_tokens":1,"store":false,"input":"p"}"#
+        absent.concat(),
+        br#"{"kv_transfer_params":{},"max_output_tokens":1,"store":false,"input":"p"}"#
     );
 }
 
@@ -325,9 +331,16 @@ fn the_end_of_a_prefill_answer_is_read_from_each_route() {
         (r#"{"status":"completed"}"#, Ended::Stopped),
         (r#"{"choices":[]}"#, Ended::Unknown),
         (r#"{"choices":{}}"#, Ended::Unknown),
+        (r#"{"choices":null}"#, Ended::Unknown),
+        (
+            r#"{"choices":[],"status":"completed","choices":[]}"#,
+            Ended::Unknown,
+        ),
+        (r#"{"status":"completed","choices":[{}]}"#, Ended::Stopped),
+        (r#"{"status":7,"choices":[]}"#, Ended::Unknown),
         ("", Ended::Unknown),
     ] {
-        assert_eq!(ended(body.as_bytes()), want, "{body}");
+        assert_eq!(read(body.as_bytes()).ended, want, "{body}");
     }
 }
 
@@ -388,7 +401,7 @@ fn a_list_of_prompts_is_cut_to_its_first_on_the_prefill_leg_only() {
 fn params_are_taken_raw_from_the_top_level_only() {
     let body =
         br#"{"choices":[{"kv_transfer_params":{"no":1}}], "kv_transfer_params": {"a": 1.50}}"#;
-    assert_eq!(kv_transfer_params(body), Some(r#"{"a": 1.50}"#));
+    assert_eq!(read(body).params, Some(r#"{"a": 1.50}"#));
     for body in [
         &br#"{"choices":[{"kv_transfer_params":{"no":1}}]}"#[..],
         br#"{"kv_transfer_params":null}"#,
@@ -398,7 +411,7 @@ fn params_are_taken_raw_from_the_top_level_only() {
         br#"{"kv_transfer_params":{"a":1}"#,
         b"",
     ] {
-        assert_eq!(kv_transfer_params(body), None);
+        assert_eq!(read(body).params, None);
     }
 }
 
@@ -434,6 +447,70 @@ fn errors_have_the_shape_that_clients_expect() {
         json!({"error": {"message": "`n` \"x\"", "type": "invalid_request_error",
             "param": "n", "code": "invalid_field"}})
     );
+}
+
+/// What the fast look alone finds.
+fn fast(text: &str) -> Option<Object> {
+    let (open, members) = scan::members(text.as_bytes())?;
+    Some(Object { open, members })
+}
+
+#[test]
+fn the_fast_look_knows_json_and_nothing_else() {
+    let deep = |depth: usize| format!("{{\"a\":{}1{}}}", "[".repeat(depth), "]".repeat(depth));
+    for text in [
+        "{}",
+        " { } ",
+        r#"{"a":[],"b":{},"c":[{}, [ ] ,{"d":[1,2]}]}"#,
+        r#"{"a":-0,"b":0.5,"c":1e9,"d":-12.25E-7,"e":1E+0,"f":10}"#,
+        r#"{"a":true,"b":false,"c":null}"#,
+        r#"{"a\u0041\n":"\"\\\/\b\f\n\r\t\ud800","é":"日本語"}"#,
+        r#"{"a":"0123456789012345678901234567890123456789\n012345678901234567890123456789"}"#,
+        &deep(128),
+    ] {
+        let parser = Object::by_parser(text).expect(text);
+        assert_eq!(fast(text), Some(parser), "{text}");
+    }
+    assert_eq!(fast(&deep(129)), None);
+    for text in [
+        "",
+        "{",
+        "[]",
+        "1",
+        "{}{}",
+        "{} x",
+        "{,}",
+        r#"{"a"}"#,
+        r#"{"a":}"#,
+        r#"{"a":1,}"#,
+        r#"{"a":1 "b":2}"#,
+        r#"{"a":01}"#,
+        r#"{"a":1.}"#,
+        r#"{"a":.5}"#,
+        r#"{"a":1e}"#,
+        r#"{"a":+1}"#,
+        r#"{"a":-}"#,
+        r#"{"a":NaN}"#,
+        r#"{"a":tru}"#,
+        r#"{"a":truex}"#,
+        r#"{"a":"\x"}"#,
+        r#"{"a":"\u12"}"#,
+        r#"{"a":"\u12g4"}"#,
+        r#"{"a":"x}"#,
+        r#"{'a':1}"#,
+        r#"{a:1}"#,
+        r#"{"a":[1,]}"#,
+        r#"{"a":[1}"#,
+        r#"{"a":{1:2}}"#,
+        r#"{"a":[1}]"#,
+        r#"{"a":{"b":1]}"#,
+        r#"{"a":{"b":1,}}"#,
+        "{\"a\":\"\n\"}",
+        "{\"a\":\"0123456789012345678901234567\u{1}\"}",
+    ] {
+        assert_eq!(fast(text), None, "{text}");
+        assert!(Object::by_parser(text).is_err(), "{text}");
+    }
 }
 
 /// Any JSON value, small.
@@ -485,6 +562,7 @@ proptest! {
         order in any::<prop::sample::Index>(),
         set in prop::collection::btree_map("[a-f]", value(), 0..4),
         remove in prop::collection::btree_set("[a-f]", 0..4),
+        shared_min in prop::sample::select(vec![1, 4, 16, usize::MAX]),
     ) {
         let mut parts: Vec<(String, String)> = members
             .iter()
@@ -515,8 +593,15 @@ proptest! {
             .chain(remove.iter().map(|name| Change::Remove(name)))
             .collect();
         let object = Object::parse(text.as_bytes()).expect("generated JSON");
-        let out = object.apply(text.as_bytes(), &changes);
-        let out = String::from_utf8(out).expect("UTF-8");
+        let text = Bytes::from(text);
+        let pieces = object.apply(&text, &changes, shared_min);
+        // What is long enough and not changed is the client's bytes themselves.
+        let shared = |piece: &Bytes| text.as_ptr_range().contains(&piece.as_ptr());
+        prop_assert!(pieces.iter().all(|piece| !shared(piece) || piece.len() >= shared_min));
+        if changes.is_empty() && text.len() > 1 {
+            prop_assert!(pieces.iter().any(shared) == (text.len() > shared_min));
+        }
+        let out = String::from_utf8(pieces.concat()).expect("UTF-8");
 
         let mut want: BTreeMap<String, Value> =
             members.iter().map(|(name, (value, _, _))| (name.clone(), value.clone())).collect();
@@ -534,7 +619,7 @@ proptest! {
             }
         }
         if changes.is_empty() {
-            prop_assert_eq!(out, text);
+            prop_assert_eq!(out.as_bytes(), &text[..]);
         }
     }
 
@@ -578,8 +663,8 @@ proptest! {
         let text = format!("{{{}}}", raws.join(","));
         let request = Request::parse(Bytes::from(text.clone()), route).expect("valid");
 
-        prop_assert_eq!(request.decode_body(None), text.as_bytes());
-        let decode = String::from_utf8(request.decode_body(Some(PARAMS)).to_vec()).expect("UTF-8");
+        prop_assert_eq!(request.decode_body(None).concat(), text.as_bytes());
+        let decode = String::from_utf8(request.decode_body(Some(PARAMS)).concat()).expect("UTF-8");
         let want = match touched.contains_key("kv_transfer_params") {
             true => text.replacen("\"kv_transfer_params\" : null",
                 &format!("\"kv_transfer_params\" : {PARAMS}"), 1),
@@ -590,7 +675,7 @@ proptest! {
         };
         prop_assert_eq!(decode, want);
 
-        let prefill = String::from_utf8(request.prefill_body(PARAMS).to_vec()).expect("UTF-8");
+        let prefill = String::from_utf8(request.prefill_body(PARAMS).concat()).expect("UTF-8");
         let set = |name: &str| match (name, route) {
             ("kv_transfer_params", _) => Some(PARAMS),
             ("max_tokens" | "min_tokens", Route::Completions | Route::ChatCompletions) => Some("1"),
@@ -630,6 +715,41 @@ proptest! {
             }
         }
         prop_assert_eq!(got, want);
+    }
+
+    /// The fast look finds what the parser finds, in whole objects and in broken ones.
+    #[test]
+    fn the_fast_look_agrees_with_the_parser(
+        members in prop::collection::vec(
+            ("[a-c\"\\\\é]{0,3}", value(), space(), space()), 0..5),
+        faults in prop::collection::vec(
+            (any::<prop::sample::Index>(), prop::sample::select(b"{}[]\",:\\ \n\x01-+.0e1tfnu".to_vec())),
+            0..3),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let parts = members.iter().map(|(name, value, before, after)| {
+            format!("{before}{}{after}:{before}{value}{after}", Value::from(name.as_str()))
+        });
+        let parts: Vec<String> = parts.collect();
+        let whole = format!(" {{{}}} ", parts.join(","));
+        let parser = Object::by_parser(&whole).expect("generated JSON");
+        prop_assert_eq!(fast(&whole), Some(parser));
+
+        let mut broken = whole.clone().into_bytes();
+        for (at, byte) in &faults {
+            let at = at.index(broken.len());
+            broken[at] = *byte;
+        }
+        broken.truncate(cut.index(broken.len() + 1));
+        for broken in [&broken, &whole.as_bytes()[..cut.index(whole.len())].to_vec()] {
+            if let Ok(broken) = std::str::from_utf8(broken)
+                && let Some(found) = fast(broken)
+            {
+                let parser = Object::by_parser(broken);
+                prop_assert!(parser.is_ok(), "{broken}");
+                prop_assert_eq!(Some(found), parser.ok());
+            }
+        }
     }
 
     /// No byte string makes the scanner panic, and what it accepts is what serde_json accepts.
