@@ -6,6 +6,7 @@ __all__ = [
     "VERSION",
     "MemoryReader",
     "MemorySource",
+    "MemoryWriter",
     "Scheduler",
     "Worker",
     "failure_reasons",
@@ -35,9 +36,10 @@ def mori_versions() -> tuple[str, str]:
 
 @final
 class MemorySource:
-    """Memory (address and length) that a :class:`MemoryReader` of another process may read: the
-    transports without an engine, for tests and benchmarks. The caller keeps it mapped until the
-    object is gone. Raises ``OSError`` when it cannot be offered."""
+    """Memory (address and length) that a :class:`MemoryReader` of another process may read, and a
+    :class:`MemoryWriter` write: the transports without an engine, for tests and benchmarks. The
+    caller keeps it mapped until the object is gone. Raises ``OSError`` when it cannot be
+    offered."""
 
     def __new__(
         cls,
@@ -46,9 +48,12 @@ class MemorySource:
         tp_rank: int = 0,
         lease_slots: int = 64,
         mori: Any = None,
+        notifications: bool = False,
     ) -> MemorySource: ...
     def card(self) -> bytes: ...
     def bump(self, slot: int, epoch: int) -> bool: ...
+    def arrived(self, writer: bytes, uid: int) -> bool: ...
+    def revoke(self) -> None: ...
 
 @final
 class MemoryReader:
@@ -78,6 +83,31 @@ class MemoryReader:
     def drain(self) -> list[str]: ...
     def figures(self) -> str: ...
     def shutdown(self, timeout_s: float) -> bool: ...
+
+@final
+class MemoryWriter:
+    """Writes regions of this process (address and length), which the caller keeps mapped until the
+    object is gone, into those of a :class:`MemorySource`, by ``mori``. A run is own region, offset,
+    peer's region, offset, bytes. Answers are JSON."""
+
+    def __new__(
+        cls,
+        regions: list[tuple[int, int]],
+        mori: Any,
+        host: str = "127.0.0.1",
+        notifications: bool = True,
+    ) -> MemoryWriter: ...
+    def open(self, card: bytes, deadline_s: float) -> str: ...
+    def descriptor(self) -> bytes: ...
+    def post(
+        self,
+        ticket: int,
+        runs: list[tuple[int, int, int, int, int]],
+        slot: int = 0,
+        epoch: int = 1,
+    ) -> str: ...
+    def poll(self, timeout_s: float) -> str: ...
+    def quiesce(self, timeout_s: float) -> str: ...
 
 @final
 class Scheduler:

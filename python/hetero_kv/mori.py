@@ -52,9 +52,10 @@ class Library:
         """Raises :class:`MoriError` where the package or ROCm is missing."""
         self._cpp, self.version = load()
 
-    def start(self, host: str, port: int) -> Engine:
-        """An engine that listens at an IPv4 address."""
-        return Engine(self._cpp, self.version, host, port)
+    def start(self, host: str, port: int, notify: bool = False) -> Engine:
+        """An engine that listens at an IPv4 address; whether it sends notifications and takes
+        them."""
+        return Engine(self._cpp, self.version, host, port, notify)
 
 
 def load() -> tuple[Any, str]:
@@ -138,19 +139,21 @@ def check_locked_memory(size: int) -> None:
 class Engine:
     """One MoRI-IO engine with its RDMA backend."""
 
-    def __init__(self, cpp: Any, version: str, host: str, port: int) -> None:
+    def __init__(self, cpp: Any, version: str, host: str, port: int, notify: bool) -> None:
         check_machine()
         # Copies between GPUs of one host would not end with the registration of their memory, and
         # that is what a read that is given up relies on.
         os.environ["MORI_DISABLE_AUTO_XGMI"] = "1"
         os.environ.setdefault("MORI_IO_CP_TIMEOUT_MS", str(HANDSHAKE_TIMEOUT_MS))
+        # It would decide for the engine, and a peer would not know.
+        os.environ.pop("MORI_IO_ENABLE_NOTIFICATION", None)
         self._cpp = cpp
         self._version = version
         # Another engine's descriptors of a former start never fit this one.
         key = f"hetero_kv-{secrets.token_hex(16)}"
         self._engine = cpp.IOEngine(key, cpp.IOEngineConfig(host, port))
         backend = cpp.RdmaBackendConfig(
-            poll_cq_mode=cpp.PollCqMode.EVENT, enable_notification=False
+            poll_cq_mode=cpp.PollCqMode.EVENT, enable_notification=notify
         )
         backend.max_send_wr = SEND_REQUESTS
         backend.max_cqe_num = SEND_REQUESTS
@@ -196,25 +199,31 @@ class Engine:
         self._engine.RegisterRemoteEngine(engine)
         return Peer(self, engine, unpacked)
 
-    def batch_read(self, columns: tuple[Any, ...], remotes: list[Any]) -> list[Any]:
-        """Begins to read; one status for each part."""
-        locals_, local_offsets, remote_offsets, sizes = columns
+    def begin(self, write: bool, columns: tuple[Any, ...], remotes: list[Any]) -> list[Any]:
+        """Begins to read or to write; one status for each part."""
+        uids, locals_, local_offsets, remote_offsets, sizes = columns
         statuses = [self._cpp.TransferStatus() for _ in sizes]
         # The engine writes to a status until its transfer has ended, whoever still asks for it.
         # One that failed may be written to again by what is left of its transfer.
         if len(self._statuses) >= STATUSES_KEPT:
             self._statuses = [s for s in self._statuses if not s.Succeeded()]
         self._statuses += statuses
-        self._engine.BatchRead(
+        batch = self._engine.BatchWrite if write else self._engine.BatchRead
+        batch(
             [self._memories[local] for local in locals_],
             local_offsets,
             remotes,
             remote_offsets,
             sizes,
             statuses,
-            [self._engine.AllocateTransferUniqueId() for _ in sizes],
+            uids,
         )
         return statuses
+
+    def arrived(self, key: str, uid: int) -> bool:
+        """Whether the write of this number by the engine of this key has arrived. The engine
+        keeps the answer: it is the same each time."""
+        return bool(self._engine.PopInboundTransferStatus(key, uid, self._cpp.TransferStatus()))
 
     def failure_of(self, key: str) -> str | None:
         """What the engine has seen of a peer's end since the last call."""
@@ -243,21 +252,33 @@ class Peer:
         self._engine = engine
         self._memories = memories
 
-    def read(
+    def read(self, *columns: Any) -> Transfer:
+        """Begins to read, part by part: entries of the same index belong together. Columns are the
+        parts' numbers, own memories, offsets in them, the peer's memories, offsets in those,
+        sizes."""
+        return self._begin(False, *columns)
+
+    def write(self, *columns: Any) -> Transfer:
+        """Begins to write; columns as of :meth:`read`."""
+        return self._begin(True, *columns)
+
+    def _begin(
         self,
+        write: bool,
+        uids: list[int],
         locals_: list[int],
         local_offsets: list[list[int]],
         remotes: list[int],
         remote_offsets: list[list[int]],
         sizes: list[list[int]],
     ) -> Transfer:
-        """Begins to read, part by part: entries of the same index belong together."""
-        return Transfer(
-            self._owner.batch_read(
-                (locals_, local_offsets, remote_offsets, sizes),
-                [self._memories[remote] for remote in remotes],
-            )
-        )
+        columns = (uids, locals_, local_offsets, remote_offsets, sizes)
+        remote_memories = [self._memories[remote] for remote in remotes]
+        return Transfer(self._owner.begin(write, columns, remote_memories))
+
+    def arrived(self, uid: int) -> bool:
+        """Whether the peer's write of this number has arrived."""
+        return self._owner.arrived(self._engine.key, uid)
 
     def failure(self) -> str | None:
         """What the engine has seen of this peer's end, once."""
@@ -269,7 +290,7 @@ class Peer:
 
 
 class Transfer:
-    """A read under way: one status for each part."""
+    """A transfer under way: one status for each part."""
 
     def __init__(self, statuses: list[Any]) -> None:
         self._waiting = statuses

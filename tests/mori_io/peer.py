@@ -1,4 +1,5 @@
-"""A process of the MoRI-IO environment that a test drives: memory that is read, or a reader of it.
+"""A process of the MoRI-IO environment that a test drives: memory that is read or written, or who
+reads or writes it.
 
 Runs under the environment's own Python, so it imports the package and numpy only. Commands and
 answers are lines of JSON on a socket, since MoRI-IO writes its log to standard output.
@@ -68,7 +69,9 @@ class Peer:
         self._memory: Memory | None = None
         self._source: Any = None
         self._reader: Any = None
+        self._writer: Any = None
         self._pulse: Pulse | None = None
+        self._bare: Any = None
         self._double = ctypes.CDLL("libibverbs.so.1")
 
     def source(self, sizes: list[int], seed: int, **options: Any) -> str:
@@ -81,6 +84,33 @@ class Peer:
         for region, array in enumerate(self._memory.arrays):
             array[:] = pattern(seed, region, array.nbytes)
 
+    def target(self, sizes: list[int], filler: int, **options: Any) -> str:
+        """Memory to be written to."""
+        self._memory = Memory(sizes)
+        self.refill(filler)
+        options = {"notifications": True, **options}
+        self._source = _core.MemorySource(self._memory.regions, mori=mori.Library(), **options)
+        return self._source.card().hex()
+
+    def arrived(self, writer: str, uids: list[int]) -> list[bool]:
+        return [self._source.arrived(bytes.fromhex(writer), uid) for uid in uids]
+
+    def watch(
+        self, writer: str, uids: list[int], offset: int, seed: int, patience_s: float
+    ) -> dict[str, Any]:
+        """Looks for writes without a pause until all have arrived; how long it took, and how many
+        bytes from ``offset`` on were not those of ``seed`` at that moment."""
+        wanted = pattern(seed, 0, self._memory.arrays[0].nbytes)[offset:]
+        begun = time.monotonic()
+        while not all(self.arrived(writer, uids)):
+            if time.monotonic() - begun > patience_s:
+                return {"told": False}
+        wrong = int((self._memory.arrays[0][offset:] != wanted).sum())
+        return {"told": True, "wrong": wrong, "s": time.monotonic() - begun}
+
+    def revoke(self) -> None:
+        self._source.revoke()
+
     def bump(self, slot: int, epoch: int) -> bool:
         return self._source.bump(slot, epoch)
 
@@ -90,6 +120,41 @@ class Peer:
         self._reader = _core.MemoryReader(
             self._memory.regions, "mori", mori=mori.Library(), **options
         )
+
+    def writer(self, sizes: list[int], seed: int, **options: Any) -> None:
+        self._memory = Memory(sizes)
+        self.fill(seed)
+        self._writer = _core.MemoryWriter(self._memory.regions, mori.Library(), **options)
+
+    def open(self, card: str, deadline_s: float = 20.0) -> dict[str, Any]:
+        return json.loads(self._writer.open(bytes.fromhex(card), deadline_s))
+
+    def descriptor(self) -> str:
+        return self._writer.descriptor().hex()
+
+    def post(self, ticket: int, runs: list[list[int]], **lease: Any) -> dict[str, Any]:
+        """Posts a batch, and lets it begin."""
+        posted = json.loads(self._writer.post(ticket, [tuple(run) for run in runs], **lease))
+        if posted["kind"] is None:
+            posted["begun"] = self.poll(0.0)
+        return posted
+
+    def poll(self, timeout_s: float) -> dict[str, Any]:
+        return json.loads(self._writer.poll(timeout_s))
+
+    def finish(self, count: int, patience_s: float) -> dict[str, Any]:
+        """Waits for so many batches, or the failure of all."""
+        until = time.monotonic() + patience_s
+        done: list[dict[str, Any]] = []
+        while len(done) < count and time.monotonic() < until:
+            polled = self.poll(until - time.monotonic())
+            done += polled["done"]
+            if polled["kind"] is not None:
+                return {**polled, "done": done}
+        return {"kind": None, "text": None, "done": done}
+
+    def quiesce(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        return json.loads(self._writer.quiesce(timeout_s))
 
     def refill(self, filler: int) -> None:
         for array in self._memory.arrays:
@@ -123,6 +188,10 @@ class Peer:
     def touched(self, filler: int) -> int:
         return int(sum((array != filler).sum() for array in self._memory.arrays))
 
+    def count(self, byte: int, region: int = 0) -> int:
+        """How many bytes of a region have this value."""
+        return int((self._memory.arrays[region] == byte).sum())
+
     def figures(self) -> dict[str, Any]:
         return json.loads(self._reader.figures())
 
@@ -130,7 +199,7 @@ class Peer:
         return self._reader.shutdown(timeout_s)
 
     def close(self) -> None:
-        self._source = self._reader = None
+        self._source = self._reader = self._writer = None
 
     def inject(self, rules: str) -> None:
         if self._double.hkv_verbs_inject(rules.encode()) != 0:
@@ -198,6 +267,21 @@ class Peer:
         taken = time.perf_counter() - begun
         assert status.Succeeded(), status.Message()
         return taken
+
+    def bare_write(self, card_engine: str, memory: str, uid: int) -> str:
+        """Writes all of this writer's first memory by MoRI-IO itself, under a number of the test's
+        choice; descriptor of the engine. Does not wait."""
+        if self._bare is None:
+            library = mori.Library()
+            self._bare = library.start("127.0.0.1", 0, True)
+            self._bare.register(*self._memory.regions[0])
+            self._peer = self._bare.learn(bytes.fromhex(card_engine), [bytes.fromhex(memory)])
+        size = self._memory.regions[0][1]
+        self._transfer = self._peer.write([uid], [0], [[0]], [0], [[0]], [[size]])
+        return self._bare.address()[0].hex()
+
+    def bare_wait(self, timeout_ms: int) -> tuple[bool, str | None]:
+        return self._transfer.wait(timeout_ms)
 
     def our_read(self, card: str, runs: list[list[int]]) -> float:
         """Seconds of the same read by the transport, from its submission to its end."""

@@ -8,6 +8,7 @@ mod error;
 mod logging;
 mod mori;
 mod options;
+mod push;
 mod raw;
 mod scheduler;
 mod worker;
@@ -21,6 +22,8 @@ mod _core {
     use hetero_kv_core::layout::KvGroup;
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::push::MemoryWriter;
     #[pymodule_export]
     use super::raw::{MemoryReader, MemorySource};
     #[pymodule_export]

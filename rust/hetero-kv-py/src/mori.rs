@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hetero_kv_transport::mori::{
     MoriEngine, MoriEngineAddress, MoriError, MoriLibrary, MoriMemory, MoriPart, MoriPeer,
-    MoriTransfer, TransferState,
+    MoriTransfer, Notifications, TransferState,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -51,8 +51,17 @@ fn close(object: &Py<PyAny>) {
 struct Library(Py<PyAny>);
 
 impl MoriLibrary for Library {
-    fn start(&self, host: &str, port: u16) -> Result<Box<dyn MoriEngine>, MoriError> {
-        let engine = attached(|py| self.0.call_method1(py, "start", (host, port)))?;
+    fn start(
+        &self,
+        host: &str,
+        port: u16,
+        notifications: Notifications,
+    ) -> Result<Box<dyn MoriEngine>, MoriError> {
+        let notify = match notifications {
+            Notifications::Off => false,
+            Notifications::On => true,
+        };
+        let engine = attached(|py| self.0.call_method1(py, "start", (host, port, notify)))?;
         Ok(Box::new(Engine(engine)))
     }
 }
@@ -101,23 +110,43 @@ impl Drop for Engine {
 
 struct Peer(Py<PyAny>);
 
-impl MoriPeer for Peer {
-    fn read(&self, parts: Vec<MoriPart>) -> Result<Box<dyn MoriTransfer>, MoriError> {
+impl Peer {
+    /// Calls `read` or `write`.
+    fn begin(
+        &self,
+        method: &str,
+        parts: Vec<MoriPart>,
+    ) -> Result<Box<dyn MoriTransfer>, MoriError> {
         let transfer = attached(|py| {
-            let mut columns: [Vec<Bound<'_, PyAny>>; 5] = Default::default();
+            let mut columns: [Vec<Bound<'_, PyAny>>; 6] = Default::default();
             for part in parts {
-                let [locals, local_offsets, remotes, remote_offsets, bytes] = &mut columns;
+                let [uids, locals, local_offsets, remotes, remote_offsets, bytes] = &mut columns;
+                uids.push(part.uid.into_pyobject(py)?.into_any());
                 locals.push(part.local.into_pyobject(py)?.into_any());
                 local_offsets.push(PyList::new(py, part.local_offsets)?.into_any());
                 remotes.push(part.remote.into_pyobject(py)?.into_any());
                 remote_offsets.push(PyList::new(py, part.remote_offsets)?.into_any());
                 bytes.push(PyList::new(py, part.bytes)?.into_any());
             }
-            let [locals, local_offsets, remotes, remote_offsets, bytes] = columns;
-            let arguments = (locals, local_offsets, remotes, remote_offsets, bytes);
-            self.0.call_method1(py, "read", arguments)
+            let [uids, locals, local_offsets, remotes, remote_offsets, bytes] = columns;
+            let arguments = (uids, locals, local_offsets, remotes, remote_offsets, bytes);
+            self.0.call_method1(py, method, arguments)
         })?;
         Ok(Box::new(Transfer(transfer)))
+    }
+}
+
+impl MoriPeer for Peer {
+    fn read(&self, parts: Vec<MoriPart>) -> Result<Box<dyn MoriTransfer>, MoriError> {
+        self.begin("read", parts)
+    }
+
+    fn write(&self, parts: Vec<MoriPart>) -> Result<Box<dyn MoriTransfer>, MoriError> {
+        self.begin("write", parts)
+    }
+
+    fn arrived(&self, uid: u64) -> Result<bool, MoriError> {
+        attached(|py| self.0.call_method1(py, "arrived", (uid,))?.extract(py))
     }
 
     fn failure(&self) -> Option<String> {

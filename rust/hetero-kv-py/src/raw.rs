@@ -1,6 +1,7 @@
 //! The transports without an engine around them: memory that can be read, and a reader of it. For
 //! the transports' tests and benchmarks.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use hetero_kv_core::wire::card::Endpoints;
 use hetero_kv_transport::clock::now;
 use hetero_kv_transport::lease_page::LeasePage;
 use hetero_kv_transport::memory::LocalMemory;
-use hetero_kv_transport::mori::{MoriHolder, MoriHost, MoriTransport};
+use hetero_kv_transport::mori::{MoriArrivals, MoriHolder, MoriHost, MoriTransport, Notifications};
 use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::process::{self, ProcessHolder};
 use hetero_kv_transport::reader::{
@@ -65,13 +66,23 @@ fn route(tp_rank: u32, incarnation: u64) -> PyResult<Route> {
         .ok_or_else(|| error::broken("a plan without a source"))
 }
 
+/// Whom a card is of.
+pub(crate) fn peer_of(card: &[u8]) -> PyResult<Source> {
+    let read: Card = rmp_serde::from_slice(card).map_err(|e| error::value("card", e))?;
+    Ok(Source {
+        route: route(read.tp_rank, read.incarnation)?,
+        endpoints: read.endpoints,
+        regions: read.regions,
+    })
+}
+
 #[allow(unsafe_code)]
-fn register(regions: Vec<(u64, u64)>) -> PyResult<Arc<LocalMemory>> {
+pub(crate) fn register(regions: Vec<(u64, u64)>) -> PyResult<Arc<LocalMemory>> {
     let regions = regions
         .into_iter()
         .map(|(base, bytes)| MemoryRegion { base, bytes })
         .collect();
-    // SAFETY: both classes tell their caller to keep the memory mapped until the object is gone,
+    // SAFETY: every class that calls this tells their caller to keep the memory mapped until the object is gone,
     // and no Rust reference to it is ever made.
     let memory = unsafe { LocalMemory::new(regions) };
     Ok(Arc::new(memory.map_err(|e| error::value("regions", e))?))
@@ -82,11 +93,13 @@ struct Offered {
     card: Card,
     _process: ProcessHolder,
     _server: DataServer,
-    _mori: Option<MoriHolder>,
+    /// What was asked of writers, by their descriptors.
+    arrivals: Mutex<HashMap<Vec<u8>, MoriArrivals>>,
+    mori: Option<MoriHolder>,
 }
 
-/// Memory of this process that a [`MemoryReader`] of another one may read. The caller keeps it
-/// mapped until the object is gone.
+/// Memory of this process that a [`MemoryReader`] of another one may read, and a
+/// [`crate::push::MemoryWriter`] write. The caller keeps it mapped until the object is gone.
 #[pyclass(frozen, module = "hetero_kv._core")]
 pub(crate) struct MemorySource {
     offered: Detached<Offered>,
@@ -95,9 +108,11 @@ pub(crate) struct MemorySource {
 #[pymethods]
 impl MemorySource {
     /// Offers `regions` (address and length) by `process`, `tcp`, and `mori` where a
-    /// `hetero_kv.mori.Library` is given.
+    /// `hetero_kv.mori.Library` is given; whether that is with notifications of writes.
     #[new]
-    #[pyo3(signature = (regions, host="127.0.0.1", tp_rank=0, lease_slots=64, mori=None))]
+    #[pyo3(signature = (
+        regions, host="127.0.0.1", tp_rank=0, lease_slots=64, mori=None, notifications=false
+    ))]
     fn new(
         py: Python<'_>,
         regions: Vec<(u64, u64)>,
@@ -105,8 +120,14 @@ impl MemorySource {
         tp_rank: u32,
         lease_slots: u32,
         mori: Option<Py<PyAny>>,
+        notifications: bool,
     ) -> PyResult<Self> {
         let memory = register(regions)?;
+        let notifications = if notifications {
+            Notifications::On
+        } else {
+            Notifications::Off
+        };
         let mori = mori.map(crate::mori::library);
         let address = ListenAddress {
             host: host.into(),
@@ -138,6 +159,7 @@ impl MemorySource {
                         &host,
                         Arc::clone(&memory),
                         Arc::clone(&page),
+                        notifications,
                     );
                     Some(holder.map_err(|e| error::system("mori", e))?)
                 }
@@ -160,7 +182,8 @@ impl MemorySource {
                     card,
                     _process: holder,
                     _server: server,
-                    _mori: mori,
+                    arrivals: Mutex::default(),
+                    mori,
                 }),
             })
         })
@@ -177,6 +200,42 @@ impl MemorySource {
     fn bump(&self, slot: u32, epoch: u64) -> PyResult<bool> {
         let bumped = self.offered.page.bump(Slot(slot), Epoch(epoch));
         bumped.map_err(|e| error::value("slot", e))
+    }
+
+    /// Whether the write of this number by the writer of this descriptor is here, by `mori`.
+    fn arrived(&self, py: Python<'_>, writer: Vec<u8>, uid: u64) -> PyResult<bool> {
+        py.detach(|| {
+            let mut all = self
+                .offered
+                .arrivals
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let found = match all.remove(&writer) {
+                Some(known) => known,
+                None => self
+                    .holder()?
+                    .arrivals(&writer)
+                    .map_err(|e| error::value("writer", e))?,
+            };
+            let arrived = found.arrived(uid);
+            all.insert(writer, found);
+            arrived.map_err(|e| error::system("arrived", e))
+        })
+    }
+
+    /// Takes back the registrations of `mori`: nobody reads or writes the memory by it any more.
+    fn revoke(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| {
+            let revoked = self.holder()?.revoke();
+            revoked.map_err(|e| error::system("revoke", e))
+        })
+    }
+}
+
+impl MemorySource {
+    fn holder(&self) -> PyResult<&MoriHolder> {
+        let holder = self.offered.mori.as_ref();
+        holder.ok_or_else(|| error::value("mori", "the memory is not offered by it"))
     }
 }
 
@@ -222,7 +281,8 @@ impl MemoryReader {
                     ..ServerOptions::default().address
                 });
                 let host = host.map_err(|e| error::value("host", e))?;
-                let started = py.detach(|| MoriTransport::start(library, host, &memory));
+                let started =
+                    py.detach(|| MoriTransport::start(library, host, &memory, Notifications::Off));
                 Some(Arc::new(started.map_err(|e| error::system("mori", e))?))
             }
             None => None,
@@ -254,18 +314,7 @@ impl MemoryReader {
         deadline_s: f64,
     ) -> PyResult<()> {
         let source = self.source_of(card)?;
-        let runs: Vec<Run> = runs
-            .into_iter()
-            .map(
-                |(source_region, source_offset, dest_region, dest_offset, bytes)| Run {
-                    source_region,
-                    source_offset,
-                    dest_region,
-                    dest_offset,
-                    bytes,
-                },
-            )
-            .collect();
+        let runs = runs_of(runs);
         let job = ReadJob {
             id,
             lease: LeaseRef {
@@ -327,15 +376,22 @@ impl MemoryReader {
         {
             return Ok(Arc::clone(source));
         }
-        let read: Card = rmp_serde::from_slice(card).map_err(|e| error::value("card", e))?;
-        let source = Arc::new(Source {
-            route: route(read.tp_rank, read.incarnation)?,
-            endpoints: read.endpoints,
-            regions: read.regions,
-        });
+        let source = Arc::new(peer_of(card)?);
         *last = Some((card.to_vec(), Arc::clone(&source)));
         Ok(source)
     }
+}
+
+/// Runs from their columns: source region, offset, destination region, offset, bytes.
+pub(crate) fn runs_of(runs: Vec<(u32, u64, u32, u64, u64)>) -> Vec<Run> {
+    let run = |(source_region, source_offset, dest_region, dest_offset, bytes)| Run {
+        source_region,
+        source_offset,
+        dest_region,
+        dest_offset,
+        bytes,
+    };
+    runs.into_iter().map(run).collect()
 }
 
 fn done_json(done: &JobDone) -> String {

@@ -1,11 +1,14 @@
-//! `mori`: reads by AMD's MoRI-IO engine (`amd-mori`), whose interface is Python's.
+//! `mori`: reads by AMD's MoRI-IO engine (`amd-mori`), whose interface is Python's. Writes too, which
+//! no connector uses.
 //!
 //! | part | what it answers for |
 //! |---|---|
 //! | `binding` | what this crate asks of the engine; the extension module implements it |
 //! | `holder` | a rank that can be read: its own engine, its memory registered, its lease page too |
 //! | `generation` | the reading side's engine, and its end |
-//! | `connection` | batches to one source: data, then the lease page, then the completion |
+//! | `connection` | batches with one peer: data, then the lease page, then the completion |
+//! | `failure` | the engine's words as our errors |
+//! | `writer` | what push mode stands on: batches that are written, and told to the peer |
 //!
 //! The engine tells of each transfer whether it is under way, well or failed, and cannot call one
 //! back. A transfer that failed is no proof that the rest of it will not arrive: the engine also
@@ -14,7 +17,8 @@
 //! is to be quiet waits for its transfers first, and where one is not well in time, the whole
 //! engine is retired: all its registrations are taken back, and every connection over it is lost
 //! and made anew over the next one. Reads have no side effects, so what was in flight is read
-//! again.
+//! again. Of a write it proves that this process's memory is not read any more; the peer's is the
+//! peer's to take back.
 //!
 //! The engine spins one thread on a processor for as long as it lives, so a process has one for
 //! each side and not one for each source.
@@ -22,8 +26,10 @@
 mod binding;
 mod connection;
 mod endpoint;
+mod failure;
 mod generation;
 mod holder;
+mod writer;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -32,10 +38,11 @@ use hetero_kv_core::wire::card::Endpoints;
 
 pub use binding::{
     MoriEngine, MoriEngineAddress, MoriError, MoriLibrary, MoriMemory, MoriPart, MoriPeer,
-    MoriTransfer, TransferState,
+    MoriTransfer, Notifications, TransferState,
 };
 pub use endpoint::{MORI_VERSIONS, MoriHost, MoriHostError};
-pub use holder::MoriHolder;
+pub use holder::{MoriArrivals, MoriHolder};
+pub use writer::{MoriWriter, WriteBatch};
 
 use crate::clock::time_left;
 use crate::error::{ReadFailureKind, TransportError};
@@ -59,6 +66,7 @@ const IN_FLIGHT_MAX: usize = 3;
 pub struct MoriTransport {
     library: Arc<dyn MoriLibrary>,
     host: MoriHost,
+    notifications: Notifications,
     /// The engine that new connections use.
     current: Mutex<Option<Arc<Generation>>>,
 }
@@ -73,11 +81,13 @@ impl MoriTransport {
         library: Arc<dyn MoriLibrary>,
         host: MoriHost,
         memory: &Arc<LocalMemory>,
+        notifications: Notifications,
     ) -> Result<Self, MoriError> {
-        let first = Generation::start(library.as_ref(), &host, memory)?;
+        let first = Generation::start(library.as_ref(), &host, memory, notifications)?;
         Ok(Self {
             library,
             host,
+            notifications,
             current: Mutex::new(Some(Arc::new(first))),
         })
     }
@@ -93,11 +103,38 @@ impl MoriTransport {
         }
         // The old one ends with its last connection.
         *current = None;
-        let next = Generation::start(self.library.as_ref(), &self.host, memory)
+        let library = self.library.as_ref();
+        let next = Generation::start(library, &self.host, memory, self.notifications)
             .map_err(|error| TransportError::new(ReadFailureKind::Local, "mori engine", error.0))?;
         let next = Arc::new(next);
         *current = Some(Arc::clone(&next));
         Ok(next)
+    }
+
+    /// The engine's handshake with a peer, see [`Transport::connect`].
+    fn open(
+        &self,
+        peer: &Source,
+        memory: Arc<LocalMemory>,
+        deadline: Time,
+    ) -> Result<MoriConnection, TransportError> {
+        let Some(endpoint) = peer.endpoints.mori.as_ref() else {
+            return Err(TransportError::new(
+                ReadFailureKind::Unreachable,
+                "connect",
+                "the source does not offer mori",
+            ));
+        };
+        endpoint::check(endpoint, &peer.regions, self.notifications)?;
+        if time_left(deadline).is_zero() {
+            return Err(TransportError::new(
+                ReadFailureKind::Unreachable,
+                "connect",
+                "no time is left",
+            ));
+        }
+        let generation = self.generation(&memory)?;
+        MoriConnection::open(generation, endpoint, peer, memory, deadline)
     }
 }
 
@@ -128,24 +165,7 @@ impl Transport for MoriTransport {
         deadline: Time,
         _interrupt: &Interrupt<'_>,
     ) -> Result<Box<dyn Connection>, TransportError> {
-        let Some(endpoint) = source.endpoints.mori.as_ref() else {
-            return Err(TransportError::new(
-                ReadFailureKind::Unreachable,
-                "connect",
-                "the source does not offer mori",
-            ));
-        };
-        endpoint::check(endpoint, &source.regions)?;
-        if time_left(deadline).is_zero() {
-            return Err(TransportError::new(
-                ReadFailureKind::Unreachable,
-                "connect",
-                "no time is left",
-            ));
-        }
-        let generation = self.generation(&memory)?;
-        let connection = MoriConnection::open(generation, endpoint, source, memory, deadline)?;
-        Ok(Box::new(connection))
+        Ok(Box::new(self.open(source, memory, deadline)?))
     }
 }
 

@@ -39,7 +39,7 @@ fn staged_card() -> WorkerCard {
 }
 
 /// A card that offers the last way to read it and not the ones before.
-fn offering_mori_alone() -> WorkerCard {
+fn offering_mori_alone(notifications: bool) -> WorkerCard {
     let endpoints = Endpoints {
         mori: Some(MoriEndpoint {
             version: "1.2.4".into(),
@@ -50,6 +50,7 @@ fn offering_mori_alone() -> WorkerCard {
             lease_page: vec![3],
             lease_slots: 4,
             lease_page_nonce: 5,
+            notifications,
         }),
         ..Endpoints::default()
     };
@@ -71,7 +72,12 @@ fn orders_come_out_as_they_went_in_whatever_of_them_was_left_out() {
                 peer: PeerId(7),
                 layout: Layout {
                     from,
-                    workers: vec![staged_card(), offering_mori_alone(), cards(1).remove(0)],
+                    workers: vec![
+                        staged_card(),
+                        offering_mori_alone(false),
+                        offering_mori_alone(true),
+                        cards(1).remove(0),
+                    ],
                 },
             }],
             pending: 3,

@@ -119,6 +119,10 @@ pub struct MoriEndpoint {
     pub lease_slots: u32,
     /// First word of the lease page; drawn at random at each start.
     pub lease_page_nonce: u64,
+    /// Whether the engine takes notifications of writes: an engine that sends them may use it. Not on
+    /// the wire where it does not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub notifications: bool,
 }
 
 /// Memory that a MoRI-IO engine has registered.

@@ -12,7 +12,23 @@ pub struct MoriError(pub String);
 pub trait MoriLibrary: Send + Sync {
     /// Starts an engine with its RDMA backend, listening at `host` (an IPv4 address) and `port`
     /// (0: assigned by the system).
-    fn start(&self, host: &str, port: u16) -> Result<Box<dyn MoriEngine>, MoriError>;
+    fn start(
+        &self,
+        host: &str,
+        port: u16,
+        notifications: Notifications,
+    ) -> Result<Box<dyn MoriEngine>, MoriError>;
+}
+
+/// Whether an engine sends a message behind the data of each transfer, read or write, and takes
+/// those of its peers. One that sends them needs a peer that takes them: a message that nobody takes
+/// stops the sender's queue, and all that is behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notifications {
+    /// Reads need none, and a message costs each of them a work request on both sides.
+    Off,
+    /// The peer of a write learns of it by the write's number.
+    On,
 }
 
 /// Where an engine is reached.
@@ -52,16 +68,20 @@ pub trait MoriEngine: Send + Sync {
     fn learn(&self, descriptor: &[u8], memories: &[&[u8]]) -> Result<Box<dyn MoriPeer>, MoriError>;
 }
 
-/// Reads from one memory of the peer into one memory of this process; entry by entry.
+/// One transfer: pieces of one memory of the peer, from or into pieces of one memory of this
+/// process; entry by entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MoriPart {
-    /// [`MoriMemory::id`] of the destination.
+    /// What the peer is told a write by. Used once in an engine's life: the peer's engine keeps
+    /// every number that has arrived, and would tell the second use as arrived before it begins.
+    pub uid: u64,
+    /// [`MoriMemory::id`] of this process's memory.
     pub local: usize,
-    /// Index of the source among the memories that the peer was learnt with.
+    /// Index of the peer's memory among those that it was learnt with.
     pub remote: usize,
-    /// Byte offsets in the destination.
+    /// Byte offsets in this process's memory.
     pub local_offsets: Vec<u64>,
-    /// Byte offsets in the source.
+    /// Byte offsets in the peer's memory.
     pub remote_offsets: Vec<u64>,
     /// Lengths in bytes.
     pub bytes: Vec<u64>,
@@ -74,6 +94,13 @@ pub trait MoriPeer: Send + Sync {
     /// An error may come after a part has been posted: it is no proof that nothing arrives.
     fn read(&self, parts: Vec<MoriPart>) -> Result<Box<dyn MoriTransfer>, MoriError>;
 
+    /// Begins to write; otherwise as [`Self::read`].
+    fn write(&self, parts: Vec<MoriPart>) -> Result<Box<dyn MoriTransfer>, MoriError>;
+
+    /// Whether the peer's write of this [`MoriPart::uid`] has arrived, with all of its bytes. For
+    /// engines with [`Notifications::On`].
+    fn arrived(&self, uid: u64) -> Result<bool, MoriError>;
+
     /// What the engine has seen of the peer's end or of its own device's, in words, once.
     fn failure(&self) -> Option<String>;
 }
@@ -83,13 +110,14 @@ pub trait MoriPeer: Send + Sync {
 pub enum TransferState {
     /// Not ended.
     Running,
-    /// Every byte has arrived, and nothing of it is written any more.
+    /// Every byte has arrived, and nothing of it is written any more. Of a write it does not say
+    /// that the peer was told.
     Done,
     /// The engine gave it up, in its words. Parts of it may still arrive.
     Failed(String),
 }
 
-/// A read under way.
+/// A transfer under way.
 pub trait MoriTransfer: Send {
     /// Waits until it has ended, at most `timeout`; zero only looks.
     fn wait(&mut self, timeout: Duration) -> TransferState;

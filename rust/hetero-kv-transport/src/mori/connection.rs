@@ -1,5 +1,5 @@
-//! Batches to one source. The data first; when all of it has arrived, the lease page; then the
-//! batch is complete.
+//! Batches with one peer, read from it or written to it. The data first; when all of it has arrived,
+//! the peer's lease page; then the batch is complete.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::AsFd;
@@ -14,11 +14,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::binding::{MoriError, MoriPart, MoriPeer, MoriTransfer, TransferState};
 use super::endpoint::memory_of;
-use super::generation::{Generation, SCRATCH_WORDS, ScratchSlot};
+use super::failure::{call_of, given_up, kind_of, local, out_of_bounds, unreachable};
+use super::generation::{Direction, Generation, SCRATCH_WORDS, ScratchSlot};
 use crate::clock::{now, time_left, timespec};
 use crate::error::{ReadFailureKind, TransportError};
 use crate::fence::AnnouncedPage;
-use crate::memory::{LocalMemory, OutOfBounds, span_in};
+use crate::memory::{LocalMemory, span_in};
 use crate::transport::{Completion, Connection, ReadBatch, Source, TransportName};
 use crate::waker::Waker;
 
@@ -48,6 +49,7 @@ enum Stage {
 struct Posted {
     ticket: u64,
     lease: LeaseRef,
+    direction: Direction,
     stage: Stage,
 }
 
@@ -62,8 +64,8 @@ pub(super) struct MoriConnection {
     /// Transfers whose batch has failed or was refused half-way: they may still arrive.
     unproven: bool,
     peer_regions: Vec<MemoryRegion>,
-    sources: Vec<Placed>,
-    destinations: Vec<Placed>,
+    peer_places: Vec<Placed>,
+    own_places: Vec<Placed>,
     lease_page: usize,
     page: AnnouncedPage,
     memory: Arc<LocalMemory>,
@@ -71,7 +73,7 @@ pub(super) struct MoriConnection {
 }
 
 impl MoriConnection {
-    /// Learns of the source, and proves by its lease page's nonce that it is the one announced.
+    /// Learns of the peer, and proves by its lease page's nonce that it is the one announced.
     pub(super) fn open(
         generation: Arc<Generation>,
         endpoint: &MoriEndpoint,
@@ -90,14 +92,14 @@ impl MoriConnection {
         let place = |found: Option<Placed>| {
             found.ok_or_else(|| local("a region is in no registered memory".into()))
         };
-        let mut destinations = Vec::new();
+        let mut own_places = Vec::new();
         for region in memory.regions() {
-            destinations.push(place(generation.locate(region))?);
+            own_places.push(place(generation.locate(region))?);
         }
-        let mut sources = Vec::new();
+        let mut peer_places = Vec::new();
         for region in &source.regions {
             let found = memory_of(endpoint, region);
-            sources.push(place(
+            peer_places.push(place(
                 found.map(|index| (index, region.base - endpoint.memories[index].base)),
             )?);
         }
@@ -117,8 +119,8 @@ impl MoriConnection {
             posted: VecDeque::new(),
             unproven: false,
             peer_regions: source.regions.clone(),
-            sources,
-            destinations,
+            peer_places,
+            own_places,
             lease_page: descriptors.len() - 1,
             page: AnnouncedPage {
                 nonce: endpoint.lease_page_nonce,
@@ -136,7 +138,9 @@ impl MoriConnection {
     /// here nothing but scratch memory was written to.
     fn greet(&mut self, deadline: Time) -> Result<(), TransportError> {
         let (local, offset) = (self.scratch.memory_id(), self.scratch.offset());
+        let generation = Arc::clone(&self.generation);
         let word = |remote, bytes| MoriPart {
+            uid: generation.next_uid(),
             local,
             remote,
             local_offsets: vec![offset],
@@ -154,7 +158,7 @@ impl MoriConnection {
         self.scratch.clear();
         let mut transfer = self
             .generation
-            .read(self.peer.as_ref(), parts)
+            .begin(Direction::Read, self.peer.as_ref(), parts)
             .map_err(|error| unreachable("mori handshake", error.0))?;
         let problem = match transfer.wait(time_left(deadline)) {
             TransferState::Done => return Ok(()),
@@ -178,7 +182,7 @@ impl MoriConnection {
     }
 
     /// Runs as parts, one for each pair of registered memories.
-    fn parts(&self, runs: &[Run]) -> Result<Vec<MoriPart>, TransportError> {
+    fn parts(&self, direction: Direction, runs: &[Run]) -> Result<Vec<MoriPart>, TransportError> {
         let mut by_pair: BTreeMap<(usize, usize), MoriPart> = BTreeMap::new();
         for run in runs {
             let Run {
@@ -188,23 +192,56 @@ impl MoriConnection {
                 dest_offset,
                 bytes,
             } = *run;
-            span_in(&self.peer_regions, source_region, source_offset, bytes)
-                .map_err(|error| out_of_bounds("source", error))?;
+            let source = (source_region, source_offset);
+            let dest = (dest_region, dest_offset);
+            let ((peer_region, peer_offset), peer_side, (own_region, own_offset), own_side) =
+                match direction {
+                    Direction::Read => (source, "source", dest, "destination"),
+                    Direction::Write => (dest, "destination", source, "source"),
+                };
+            span_in(&self.peer_regions, peer_region, peer_offset, bytes)
+                .map_err(|error| out_of_bounds(peer_side, error))?;
             self.memory
-                .span(dest_region, dest_offset, bytes)
-                .map_err(|error| out_of_bounds("destination", error))?;
-            let (remote, remote_base) = self.sources[source_region as usize];
-            let (local, local_base) = self.destinations[dest_region as usize];
+                .span(own_region, own_offset, bytes)
+                .map_err(|error| out_of_bounds(own_side, error))?;
+            let (remote, remote_base) = self.peer_places[peer_region as usize];
+            let (local, local_base) = self.own_places[own_region as usize];
             let part = by_pair.entry((local, remote)).or_insert_with(|| MoriPart {
+                uid: self.generation.next_uid(),
                 local,
                 remote,
                 ..MoriPart::default()
             });
-            part.local_offsets.push(local_base + dest_offset);
-            part.remote_offsets.push(remote_base + source_offset);
+            part.local_offsets.push(local_base + own_offset);
+            part.remote_offsets.push(remote_base + peer_offset);
             part.bytes.push(bytes);
         }
         Ok(by_pair.into_values().collect())
+    }
+
+    /// Takes a batch; the numbers of its transfers. A run that is outside the memory of either side
+    /// refuses all of it.
+    pub(super) fn queue(
+        &mut self,
+        direction: Direction,
+        ticket: u64,
+        lease: LeaseRef,
+        runs: &[Run],
+    ) -> Result<Vec<u64>, TransportError> {
+        let parts = self.parts(direction, runs)?;
+        let uids = parts.iter().map(|part| part.uid).collect();
+        self.posted.push_back(Posted {
+            ticket,
+            lease,
+            direction,
+            stage: Stage::Queued(parts),
+        });
+        Ok(uids)
+    }
+
+    /// Packed descriptor of this side's engine.
+    pub(super) fn descriptor(&self) -> Result<Vec<u8>, MoriError> {
+        Ok(self.generation.engine()?.address()?.descriptor)
     }
 
     /// Gives the engine every batch that it does not have.
@@ -213,12 +250,11 @@ impl MoriConnection {
             let Stage::Queued(parts) = &mut posted.stage else {
                 continue;
             };
-            let begun = self
-                .generation
-                .read(self.peer.as_ref(), std::mem::take(parts));
-            match begun {
+            let direction = posted.direction;
+            let parts = std::mem::take(parts);
+            match self.generation.begin(direction, self.peer.as_ref(), parts) {
                 Ok(transfer) => posted.stage = Stage::Data(transfer),
-                Err(MoriError(text)) => return Err(self.lost(&text)),
+                Err(MoriError(text)) => return Err(self.lost(direction, &text)),
             }
         }
         Ok(())
@@ -230,7 +266,7 @@ impl MoriConnection {
         let Some(first) = self.posted.front_mut() else {
             return Ok(None);
         };
-        let (ticket, lease) = (first.ticket, first.lease);
+        let (ticket, lease, direction) = (first.ticket, first.lease, first.direction);
         let state = match &mut first.stage {
             Stage::Queued(_) => return Ok(None),
             Stage::Data(transfer) | Stage::Fence(transfer) => transfer.wait(timeout),
@@ -238,7 +274,7 @@ impl MoriConnection {
         };
         match state {
             TransferState::Running => return Ok(None),
-            TransferState::Failed(text) => return Err(self.lost(&text)),
+            TransferState::Failed(text) => return Err(self.lost(direction, &text)),
             TransferState::Done => {}
         }
         let outcome = match std::mem::replace(&mut first.stage, Stage::Arrived) {
@@ -250,7 +286,7 @@ impl MoriConnection {
                     return Ok(None);
                 }
                 Err(PageError::Gone(error)) => Err(error),
-                Err(PageError::Engine(error)) => return Err(self.lost(&error.0)),
+                Err(PageError::Engine(error)) => return Err(self.lost(direction, &error.0)),
             },
             Stage::Fence(_) => self.fence(lease),
         };
@@ -265,6 +301,7 @@ impl MoriConnection {
         self.scratch.clear();
         let first = self.scratch.offset();
         let part = MoriPart {
+            uid: self.generation.next_uid(),
             local: self.scratch.memory_id(),
             remote: self.lease_page,
             local_offsets: vec![first, first + WORD_BYTES],
@@ -272,7 +309,7 @@ impl MoriConnection {
             bytes: vec![WORD_BYTES; SCRATCH_WORDS],
         };
         self.generation
-            .read(self.peer.as_ref(), vec![part])
+            .begin(Direction::Read, self.peer.as_ref(), vec![part])
             .map_err(PageError::Engine)
     }
 
@@ -283,22 +320,13 @@ impl MoriConnection {
     }
 
     /// A failure of the connection by the engine's words for it.
-    fn lost(&mut self, text: &str) -> TransportError {
+    fn lost(&mut self, direction: Direction, text: &str) -> TransportError {
         self.unproven = true;
-        let kind = if text.contains("remote access error") || text.contains("ERR_INVALID_ARGS") {
-            // The source's device does not know the key or the range, or the engine knows better
-            // than the card how much memory there is.
-            ReadFailureKind::OutOfBounds
-        } else if text.contains("local protection error") || text.contains("local length error") {
-            ReadFailureKind::Local
-        } else {
-            ReadFailureKind::PeerLost
-        };
         // An engine that another connection gave up fails all transfers; that is nobody's fault.
         if self.generation.retired() {
             return given_up();
         }
-        TransportError::new(kind, "mori read", self.explained(text))
+        TransportError::new(kind_of(text), call_of(direction), self.explained(text))
     }
 
     /// Whether every transfer has ended well until `deadline`.
@@ -323,42 +351,13 @@ enum PageError {
     Engine(MoriError),
 }
 
-fn local(problem: String) -> TransportError {
-    TransportError::new(ReadFailureKind::Local, "mori engine", problem)
-}
-
-fn unreachable(call: &'static str, problem: String) -> TransportError {
-    TransportError::new(ReadFailureKind::Unreachable, call, problem)
-}
-
-fn given_up() -> TransportError {
-    TransportError::new(
-        ReadFailureKind::PeerLost,
-        "mori engine",
-        "the engine was given up for the sake of another source",
-    )
-}
-
-fn out_of_bounds(side: &str, error: OutOfBounds) -> TransportError {
-    TransportError::new(
-        ReadFailureKind::OutOfBounds,
-        "post",
-        format!("{side}: {error}"),
-    )
-}
-
 impl Connection for MoriConnection {
     fn transport(&self) -> TransportName {
         TransportName::Mori
     }
 
     fn post(&mut self, batch: ReadBatch) -> Result<(), TransportError> {
-        let parts = self.parts(batch.runs())?;
-        self.posted.push_back(Posted {
-            ticket: batch.ticket,
-            lease: batch.lease,
-            stage: Stage::Queued(parts),
-        });
+        self.queue(Direction::Read, batch.ticket, batch.lease, batch.runs())?;
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::wire::card::MoriEndpoint;
 
-use super::binding::{MoriEngine, MoriError, MoriLibrary};
+use super::binding::{MoriEngine, MoriError, MoriLibrary, Notifications};
 use crate::error::{ReadFailureKind, TransportError};
 use crate::memory::REGIONS_MAX;
 use crate::net::listen::ListenAddress;
@@ -80,10 +80,11 @@ impl MoriHost {
     pub(super) fn start_engine(
         &self,
         library: &dyn MoriLibrary,
+        notifications: Notifications,
     ) -> Result<Box<dyn MoriEngine>, MoriError> {
         let host = self.address.to_string();
         let Some(ports) = &self.ports else {
-            return library.start(&host, 0);
+            return library.start(&host, 0, notifications);
         };
         let mut last = None;
         for port in ports.clone() {
@@ -93,7 +94,7 @@ impl MoriHost {
             if !free {
                 continue;
             }
-            match library.start(&host, port) {
+            match library.start(&host, port, notifications) {
                 Ok(engine) => return Ok(engine),
                 Err(error) => last = Some(error),
             }
@@ -112,6 +113,7 @@ impl MoriHost {
 pub(super) fn check(
     endpoint: &MoriEndpoint,
     regions: &[MemoryRegion],
+    notifications: Notifications,
 ) -> Result<(), TransportError> {
     let refused =
         |problem: String| TransportError::new(ReadFailureKind::Refused, "mori endpoint", problem);
@@ -130,6 +132,12 @@ pub(super) fn check(
             "a descriptor of {} bytes is not one of 1 to {DESCRIPTOR_BYTES_MAX}",
             large.len()
         )));
+    }
+    if notifications == Notifications::On && !endpoint.notifications {
+        return Err(refused(
+            "the peer's engine takes no notifications, and the first one would stop the connection"
+                .into(),
+        ));
     }
     // Offsets in registered memory are addresses minus its base: each region has to lie in one.
     for (index, region) in regions.iter().enumerate() {

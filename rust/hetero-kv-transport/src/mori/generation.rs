@@ -1,4 +1,5 @@
-//! The reading side's engine, shared by the connections to all sources, and its end.
+//! The engine of the side that begins transfers, shared by its connections to all peers, and its
+//! end.
 
 use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use hetero_kv_core::memory::MemoryRegion;
 
 use super::binding::{
-    MoriEngine, MoriError, MoriLibrary, MoriMemory, MoriPart, MoriPeer, MoriTransfer,
+    MoriEngine, MoriError, MoriLibrary, MoriMemory, MoriPart, MoriPeer, MoriTransfer, Notifications,
 };
 use super::endpoint::{MoriHost, contains, storages};
 use crate::memory::LocalMemory;
@@ -16,6 +17,15 @@ use crate::memory::LocalMemory;
 const SCRATCH_SLOTS: usize = 1024;
 /// Words of one slot.
 pub(super) const SCRATCH_WORDS: usize = 2;
+
+/// Which way the bytes of a batch go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    /// From the peer.
+    Read,
+    /// To the peer.
+    Write,
+}
 
 /// Registered memory of this process: where it lies, and the engine's number for it.
 struct Storage {
@@ -32,9 +42,11 @@ pub(super) struct Generation {
     scratch_memory: MoriMemory,
     free_slots: Mutex<Vec<usize>>,
     memory: Arc<LocalMemory>,
+    /// The next transfer's number.
+    next_uid: AtomicU64,
     retired: AtomicBool,
-    /// Whether registrations have been taken back. Read while a read is begun, written while they
-    /// are: the engine registers anew what it is asked to read into.
+    /// Whether registrations have been taken back. Read while a transfer is begun, written while
+    /// they are: the engine registers anew what it is asked to move.
     deregistered: RwLock<bool>,
 }
 
@@ -43,8 +55,9 @@ impl Generation {
         library: &dyn MoriLibrary,
         host: &MoriHost,
         memory: &Arc<LocalMemory>,
+        notifications: Notifications,
     ) -> Result<Self, MoriError> {
-        let engine = host.start_engine(library)?;
+        let engine = host.start_engine(library, notifications)?;
         let scratch: Arc<[AtomicU64]> = (0..SCRATCH_SLOTS * SCRATCH_WORDS)
             .map(|_| AtomicU64::new(0))
             .collect();
@@ -64,6 +77,7 @@ impl Generation {
             scratch_memory,
             free_slots: Mutex::new((0..SCRATCH_SLOTS).rev().collect()),
             memory: Arc::clone(memory),
+            next_uid: AtomicU64::new(0),
             retired: AtomicBool::new(false),
             deregistered: RwLock::new(false),
         })
@@ -99,9 +113,16 @@ impl Generation {
         })
     }
 
-    /// Begins to read by a peer of this engine, unless its registrations are taken back.
-    pub(super) fn read(
+    /// A number for a transfer. The engine's own numbers have 32 bits and would come again.
+    pub(super) fn next_uid(&self) -> u64 {
+        self.next_uid.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Begins to read from or write to a peer of this engine, unless its registrations are taken
+    /// back.
+    pub(super) fn begin(
         &self,
+        direction: Direction,
         peer: &dyn MoriPeer,
         parts: Vec<MoriPart>,
     ) -> Result<Box<dyn MoriTransfer>, MoriError> {
@@ -112,7 +133,10 @@ impl Generation {
         if *deregistered || self.retired() {
             return Err(MoriError("the engine is given up".into()));
         }
-        peer.read(parts)
+        match direction {
+            Direction::Read => peer.read(parts),
+            Direction::Write => peer.write(parts),
+        }
     }
 
     /// Whether it may not be used any more.
@@ -120,8 +144,8 @@ impl Generation {
         self.retired.load(Ordering::Acquire)
     }
 
-    /// Takes back every registration: after `Ok` nothing that was posted over this engine writes
-    /// any memory of this process.
+    /// Takes back every registration: after `Ok` nothing that was posted over this engine reads or
+    /// writes any memory of this process.
     pub(super) fn retire(&self, why: &str) -> Result<(), MoriError> {
         if !self.retired.swap(true, Ordering::AcqRel) {
             tracing::warn!(
@@ -133,8 +157,8 @@ impl Generation {
     }
 
     fn deregister(&self) -> Result<(), MoriError> {
-        // One at a time, and whoever comes second knows how it ended; no read begins meanwhile, and
-        // none afterwards.
+        // One at a time, and whoever comes second knows how it ended; no transfer begins meanwhile,
+        // and none afterwards.
         let mut done = self
             .deregistered
             .write()

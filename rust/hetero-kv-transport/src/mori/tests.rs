@@ -4,7 +4,8 @@ use hetero_kv_core::memory::MemoryRegion;
 use hetero_kv_core::wire::card::{MoriEndpoint, MoriStorage};
 
 use super::endpoint::{check, memory_of, storages};
-use super::{MoriHost, MoriHostError};
+use super::failure::kind_of;
+use super::{MoriHost, MoriHostError, Notifications};
 use crate::error::ReadFailureKind;
 use crate::net::listen::ListenAddress;
 
@@ -38,6 +39,7 @@ fn endpoint(memories: &[(u64, u64)]) -> MoriEndpoint {
         lease_page: vec![3],
         lease_slots: 4,
         lease_page_nonce: 5,
+        notifications: false,
     }
 }
 
@@ -83,7 +85,7 @@ fn a_region_is_found_in_the_memory_that_holds_all_of_it() {
 #[test]
 fn an_endpoint_that_cannot_be_used_is_refused_by_what_is_wrong() {
     let good = endpoint(&[(0x1000, 64)]);
-    check(&good, &[region(0x1000, 64)]).expect("usable");
+    check(&good, &[region(0x1000, 64)], Notifications::Off).expect("usable");
     let mut many = good.clone();
     many.memories = vec![good.memories[0].clone(); 5000];
     let mut large = good.clone();
@@ -98,8 +100,53 @@ fn an_endpoint_that_cannot_be_used_is_refused_by_what_is_wrong() {
         (endpoint(&[(0x1001, 64)]), "region 0 of 64 bytes at 0x1000"),
     ];
     for (bad, words) in cases {
-        let error = check(&bad, &[region(0x1000, 64)]).expect_err(words);
+        let error = check(&bad, &[region(0x1000, 64)], Notifications::Off).expect_err(words);
         assert_eq!(error.kind, ReadFailureKind::Refused);
         assert!(error.problem.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn only_a_peer_that_takes_notifications_is_sent_any() {
+    let regions = [region(0x1000, 64)];
+    let without = endpoint(&[(0x1000, 64)]);
+    let with = MoriEndpoint {
+        notifications: true,
+        ..without.clone()
+    };
+    for (endpoint, notifications, usable) in [
+        (&without, Notifications::Off, true),
+        (&with, Notifications::Off, true),
+        (&with, Notifications::On, true),
+        (&without, Notifications::On, false),
+    ] {
+        let checked = check(endpoint, &regions, notifications);
+        let refused = checked.err().map(|error| error.kind);
+        assert_eq!(refused, (!usable).then_some(ReadFailureKind::Refused));
+    }
+}
+
+#[test]
+fn a_failure_is_named_by_the_words_of_the_engine() {
+    for (text, kind) in [
+        (
+            "ERR_RDMA_OP: remote access error",
+            ReadFailureKind::OutOfBounds,
+        ),
+        (
+            "ERR_INVALID_ARGS: length out of range",
+            ReadFailureKind::OutOfBounds,
+        ),
+        (
+            "ERR_RDMA_OP: local protection error",
+            ReadFailureKind::Local,
+        ),
+        (
+            "ERR_RDMA_OP: Work Request Flushed Error",
+            ReadFailureKind::PeerLost,
+        ),
+        ("", ReadFailureKind::PeerLost),
+    ] {
+        assert_eq!(kind_of(text), kind, "{text}");
     }
 }

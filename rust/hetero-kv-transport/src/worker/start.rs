@@ -16,7 +16,9 @@ use super::loads::ConsumerRank;
 use super::report::StepResults;
 use crate::lease_page::LeasePage;
 use crate::memory::{LocalMemory, MemoryError};
-use crate::mori::{MoriError, MoriHolder, MoriHost, MoriHostError, MoriLibrary, MoriTransport};
+use crate::mori::{
+    MoriError, MoriHolder, MoriHost, MoriHostError, MoriLibrary, MoriTransport, Notifications,
+};
 use crate::reader::{Reader, ReaderOptions};
 use crate::scheduler::Roles;
 use crate::tcp::{DataServer, ServeError, ServerOptions};
@@ -193,6 +195,7 @@ impl WorkerSide {
                     host,
                     Arc::clone(&memory),
                     Arc::clone(&page),
+                    Notifications::Off,
                 )?),
                 None => None,
             };
@@ -213,7 +216,7 @@ impl WorkerSide {
                 ..options.reader
             };
             if let Some((library, host)) = mori {
-                let transport = MoriTransport::start(library, host, &memory)?;
+                let transport = MoriTransport::start(library, host, &memory, Notifications::Off)?;
                 reader.mori = Some(Arc::new(transport));
             }
             Some(ConsumerRank::new(
