@@ -52,9 +52,9 @@ fn splice(data: &[u8]) {
             }
         };
         assert!(refuse_params(data).is_ok(), "relayed, it would be refused");
-        assert_eq!(&request.decode_body(None)[..], data);
-        let decode = request.decode_body(Some(PARAMS));
-        let prefill = request.prefill_body(PARAMS);
+        assert_eq!(request.decode_body(None).concat(), data);
+        let decode = request.decode_body(Some(PARAMS)).concat();
+        let prefill = request.prefill_body(PARAMS).concat();
         // The client's bytes stand in front of and behind what was put in.
         let at = find(&decode, PARAMS.as_bytes()).expect("the params are there");
         let behind = &decode[at + PARAMS.len()..];
