@@ -5,7 +5,8 @@ processes. All proxies run at once, and each round measures every case on every 
 of its own. Proxies share one processor, workers and load the others. nginx passes one leg on;
 nginx with a script in Lua, vllm-router and ours send both. A ratio is of two windows of one round,
 and the figure is the median over rounds. Proxies that this host cannot have are left out, with the
-reason.
+reason. A proxy with many streams holds two descriptors for each: the limit of open files is raised
+as far as this host lets it be, and a case that needs more is made smaller and says so.
 
 Exit status 0 when every bar that could be judged holds, 1 when one does not, 2 when nothing could
 be measured.
@@ -19,9 +20,11 @@ import dataclasses
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,17 @@ from support.statistics import median, median_interval
 from hetero_kv.demo.witness import executable
 
 PACE_MS = 20
+SLOW_PACE_MS = 1000
+MANY_STREAMS = 10_000
+# Descriptors that a proxy has besides one for each client and one for each leg: connections kept
+# to engines, listeners, logs.
+SPARE_FILES = 400
+# One token, so that it ends soon at any pace.
+WARM_UP = ("--concurrency", "32", "--no-stream", "--max-tokens", "1")
+# It admits 4,096 requests unless told otherwise; kept connections take descriptors.
+MANY_FLAGS = ("--requests-max", "16384", "--pool-idle-max", "64")
+# How long memory is given to go back to the system, and how much of a peak may stay.
+REST_S = 12.0
 OURS, NGINX, LUA, ROUTER, DIRECT = "ours", "nginx one leg", "nginx+Lua", "vllm-router", "direct"
 WINDOW_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 30
@@ -50,12 +64,33 @@ class Case:
     # Ours divided by that proxy's: at most (at least, where direct is compared) this.
     bars: dict[str, float]
     with_direct: bool = False
+    # Ours less that proxy's, in the figure's unit: at most this.
+    added: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Largest resident memory of our own process, in MiB.
+    memory_mib: float | None = None
+    # Which proxies are measured; none stands for all.
+    only: frozenset[str] | None = None
 
 
-def cases(window_s: float) -> list[Case]:
+def raise_open_files() -> int:
+    """Raises the limit of open files, for children too; what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * MANY_STREAMS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, needed))
+            hard = needed
+    if hard == resource.RLIM_INFINITY:
+        hard = needed
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def cases(window_s: float, open_files: int) -> list[Case]:
     lasting = ["--duration", f"{window_s:g}"]
     small = ["--no-stream", *lasting]
     bars = {ROUTER: 0.33, LUA: 1.0}
+    many = min(MANY_STREAMS, (open_files - SPARE_FILES) // 2)
     return [
         Case("small, 32 at once", 0, ["--concurrency", "32", *small], "request", "µs/req", bars),
         Case("small, 128 at once", 0, ["--concurrency", "128", *small], "request", "µs/req", bars),
@@ -93,12 +128,23 @@ def cases(window_s: float) -> list[Case]:
             with_direct=True,
         ),
         Case(
+            "first byte, 32 streams",
+            PACE_MS,
+            ["--concurrency", "32", "--max-tokens", "16", *lasting],
+            "first byte",
+            "ms",
+            {},
+            with_direct=True,
+            added={DIRECT: 2.0},
+        ),
+        Case(
             "2,048 small at once",
             0,
             ["--concurrency", "2048", "--per-concurrency", "1", "--no-stream"],
             "completed",
             "answered",
             {},
+            memory_mib=120.0,
         ),
         Case(
             "2,048 streams at once",
@@ -107,6 +153,17 @@ def cases(window_s: float) -> list[Case]:
             "completed",
             "answered",
             {},
+            memory_mib=120.0,
+        ),
+        Case(
+            f"{many:,} streams at 1 token/s",
+            SLOW_PACE_MS,
+            ["--concurrency", str(many), "--per-concurrency", "1", "--max-tokens", "15"],
+            "completed",
+            "answered",
+            {},
+            memory_mib=400.0,
+            only=frozenset({OURS}),
         ),
     ]
 
@@ -119,6 +176,8 @@ def figure(case: Case, result: dict[str, Any]) -> float | None:
         return None
     if case.figure == "rate":
         return float(result["generated_tokens_per_s"])
+    if case.figure == "first byte":
+        return float(result["first_byte_ms"]["p50"])
     cpu = result["cpu"]
     return float(cpu["us_per_request" if case.figure == "request" else "us_per_chunk"])
 
@@ -150,11 +209,13 @@ def proxies_before(
     cpus: set[int] | None,
     stack: contextlib.ExitStack,
     said: set[str],
+    wanted: set[str],
+    flags: Sequence[str],
 ) -> dict[str, Proxy]:
-    """Every proxy that this host can have, before these workers."""
+    """Every proxy of `wanted` that this host can have, before these workers; ours with `flags`."""
     binary = executable("hetero-kv-proxy", "HETERO_KV_PROXY")
     makers = {
-        OURS: lambda: proxies.ours(binary, behind, folder, cpus),
+        OURS: lambda: proxies.ours(binary, behind, folder, cpus, flags),
         NGINX: lambda: proxies.nginx_one_leg(behind, folder, cpus),
         LUA: lambda: proxies.nginx_lua(behind, folder, cpus, arguments.lua_root),
         ROUTER: lambda: proxies.vllm_router(behind, folder, cpus),
@@ -163,6 +224,8 @@ def proxies_before(
         del makers[ROUTER]
     found = {}
     for name, make in makers.items():
+        if name not in wanted:
+            continue
         try:
             proxy = make()
         except MissingError as reason:
@@ -173,7 +236,7 @@ def proxies_before(
         assert proxy.process is not None, "invariant: only `direct` has no process"
         stack.callback(proxy.process.stop, 5.0)
         # Connections, caches and, with vllm-router, the first look at the workers.
-        result = window(binary, proxy, ["--concurrency", "32", "--no-stream"], None)
+        result = window(binary, proxy, WARM_UP, None)
         if not result["completed"]:
             print(f"left out: {name}: {result['failures']}", file=sys.stderr)
             said.add(name)
@@ -199,6 +262,8 @@ def measure(
         order.shuffle(turns)
         for case, proxy in turns:
             if proxy.name == DIRECT and not case.with_direct:
+                continue
+            if case.only and proxy.name not in case.only:
                 continue
             result = window(binary, proxy, case.flags, cpus)
             results.setdefault((case.name, proxy.name), []).append(result)
@@ -258,6 +323,8 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
                 f"| {case.name} | {name} | {shown(ratios, '.2f')} | "
                 f"{'-' if bar is None else bar} | {verdict} |"
             )
+    holds &= report_added(chosen, results)
+    holds &= report_memory(chosen, results)
     print()
     for case in chosen:
         ours = results.get((case.name, OURS), [])
@@ -276,6 +343,54 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
     return holds
 
 
+def report_added(chosen: Sequence[Case], results: Results) -> bool:
+    """Prints what ours adds to another; whether it stays within the bars."""
+    holds = True
+    for case in chosen:
+        for name, bar in case.added.items():
+            ours, theirs = results.get((case.name, OURS), []), results.get((case.name, name), [])
+            pairs = [(figure(case, a), figure(case, b)) for a, b in zip(ours, theirs, strict=False)]
+            added = [a - b for a, b in pairs if a is not None and b is not None]
+            if added:
+                fine = median(added) <= bar
+                holds = holds and fine
+                print(
+                    f"| {case.name} | more than {name} | {shown(added, '.2f')} {case.unit} | "
+                    f"{bar} {case.unit} | {'holds' if fine else 'missed'} |"
+                )
+    return holds
+
+
+def report_memory(chosen: Sequence[Case], results: Results) -> bool:
+    """Prints our largest resident memory by the end of a case; whether it stays within the bars."""
+    holds = True
+    for case in chosen:
+        ours = [result["cpu"] for result in results.get((case.name, OURS), []) if result["cpu"]]
+        if case.memory_mib is None or not ours:
+            continue
+        peak = max(cpu["rss_peak_mib"] for cpu in ours)
+        fine = peak <= case.memory_mib
+        holds = holds and fine
+        print(
+            f"| {case.name} | - | {peak:.0f} MiB at most | {case.memory_mib:.0f} MiB | "
+            f"{'holds' if fine else 'missed'} |"
+        )
+    return holds
+
+
+def report_rest(by_pace: dict[int, dict[str, Proxy]]) -> None:
+    """Prints what each proxy of ours still holds when it has had nothing to do for a while."""
+    time.sleep(REST_S)
+    for pace, found in by_pace.items():
+        process = found[OURS].process
+        assert process is not None, "invariant: only `direct` has no process"
+        resident_mib = kernel.resident_mib(process.pid)
+        print(
+            f"ours, behind workers at a pace of {pace} ms: {resident_mib:.0f} MiB resident "
+            f"{REST_S:g} s after the last answer"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -286,13 +401,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-pin", action="store_true", help="let all use every processor")
     parser.add_argument("--json", type=Path, help="every window's result, to this file")
     arguments = parser.parse_args(argv)
+    open_files = raise_open_files()
     chosen = [
         case
-        for case in cases(arguments.window_s)
+        for case in cases(arguments.window_s, open_files)
         if not arguments.case or any(part in case.name for part in arguments.case)
     ]
     if not chosen:
-        parser.error(f"no such case; they are {[case.name for case in cases(1.0)]}")
+        parser.error(f"no such case; they are {[case.name for case in cases(1.0, open_files)]}")
     all_cpus = sorted(os.sched_getaffinity(0))
     pinned = len(all_cpus) > 1 and not arguments.no_pin
     proxy_cpus = {all_cpus[0]} if pinned else None
@@ -306,7 +422,13 @@ def main(argv: list[str] | None = None) -> int:
             behind = stack.enter_context(proxies.workers(binary, pace, other_cpus))
             own = folder / str(pace)
             own.mkdir()
-            found = proxies_before(behind, own, arguments, proxy_cpus, stack, said)
+            names = {OURS, NGINX, LUA, ROUTER}
+            wanted: set[str] = set()
+            for case in chosen:
+                if case.pace_ms == pace:
+                    wanted |= case.only or names
+            flags = MANY_FLAGS if pace == SLOW_PACE_MS else ()
+            found = proxies_before(behind, own, arguments, proxy_cpus, stack, said, wanted, flags)
             found[DIRECT] = Proxy(DIRECT, behind.plain[0], None)
             by_pace[pace] = found
         if any(OURS not in found for found in by_pace.values()):
@@ -320,6 +442,7 @@ def main(argv: list[str] | None = None) -> int:
             f"load average {before:.1f} at the start, {kernel.load_average():.1f} at the end\n"
         )
         holds = report(chosen, results)
+        report_rest(by_pace)
         if arguments.json:
             flat = [
                 {"case": case, "proxy": proxy, "windows": windows}

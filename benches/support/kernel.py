@@ -51,6 +51,12 @@ class Thread:
     tid: int
 
 
+def resident_mib(root: int) -> float:
+    """Resident memory of a process and every process below it."""
+    pages = sum(int((PROC / str(pid) / "statm").read_text().split()[1]) for pid in tree(root))
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
 def processor_ns(pids: Sequence[int]) -> dict[Thread, int]:
     """Nanoseconds on a processor, user and system, of each thread of these processes.
 

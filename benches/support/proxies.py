@@ -187,9 +187,16 @@ def workers(executable: str, pace_ms: float, cpus: set[int] | None) -> Iterator[
         process.wait(10.0)
 
 
-def ours(executable: str, behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
+def ours(
+    executable: str,
+    behind: Workers,
+    folder: Path,
+    cpus: set[int] | None,
+    flags: Sequence[str],
+) -> Proxy:
     port = free_port()
     command = [executable, "serve", "--listen", f"{HOST}:{port}", "--log-level", "warn"]
+    command += flags
     for role, urls in (("--prefill", behind.prefill), ("--decode", behind.decode)):
         for url in urls:
             command += [role, url]
