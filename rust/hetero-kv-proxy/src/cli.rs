@@ -137,9 +137,12 @@ settings! {
     /// consistent-hash: without that header, bytes of the prompt's beginning by which they do; 0 for none [default: 256]
     #[arg(value_name = "BYTES")]
     hash_prompt_bytes: usize, "HETERO_KV_PROXY_HASH_PROMPT_BYTES";
-    /// When prefill answers without kv_transfer_params: fail (502) or recompute on decode [default: fail]
-    #[arg(value_name = "fail|recompute")]
-    on_missing_kv: String, "HETERO_KV_PROXY_ON_MISSING_KV";
+    /// Whether a prefill answer without a KV handle is a failure (502); with false decode computes the prompt, and it is counted [default: true]
+    #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
+    require_kv: bool, "HETERO_KV_PROXY_REQUIRE_KV";
+    /// When no prefill engine takes legs or can be reached: fail, or decode-only, where decode computes the prompt, and it is counted [default: fail]
+    #[arg(value_name = "fail|decode-only")]
+    on_no_prefill: String, "HETERO_KV_PROXY_ON_NO_PREFILL";
     /// Longest wait for a connection to an engine [default: 5000]
     #[arg(value_name = "MS")]
     connect_timeout_ms: u64, "HETERO_KV_PROXY_CONNECT_TIMEOUT_MS";

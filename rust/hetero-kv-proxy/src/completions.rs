@@ -13,6 +13,7 @@ use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
+use crate::config::OnNoPrefill;
 use crate::connectors::{Leg, Order, Slot, Transfer};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
@@ -46,7 +47,7 @@ pub async fn serve(
         Ok(begun) => begun.answer(app, record),
         Err(failure) => {
             let answer = match failure {
-                Failure::Api(error) => answer::error(&error),
+                Failure::Api(error) | Failure::NoPrefill(error) => answer::error(&error),
                 Failure::Engine(answer) => *answer,
             };
             record.finish(answer.status());
@@ -158,9 +159,24 @@ async fn legs(
     deadline: Instant,
     record: &mut Record,
 ) -> Result<DecodeHead, Failure> {
+    match legs_in_order(call, order, deadline, record).await {
+        Err(Failure::NoPrefill(_)) if call.app.config.on_no_prefill == OnNoPrefill::DecodeOnly => {
+            call.app.count_fallback("no_prefill");
+            legs_in_order(call, Order::DecodeAlone, deadline, record).await
+        }
+        ended => ended,
+    }
+}
+
+async fn legs_in_order(
+    call: &Arc<Call>,
+    order: Order,
+    deadline: Instant,
+    record: &mut Record,
+) -> Result<DecodeHead, Failure> {
     let app = &call.app;
     let flow = Flow::new(FlowRules {
-        on_missing_kv: app.config.on_missing_kv,
+        require_kv: app.config.require_kv,
         retries_max: app.config.retries_max,
         refuses_second_read: app.config.connector.refuses_second_read(),
     });
@@ -411,7 +427,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
                 502,
                 "kv_transfer_missing",
                 "the prefill engine answered without a handle of kept blocks: it runs without the \
-                 KV connector, or its connector kept no blocks; see --connector and --on-missing-kv",
+                 KV connector, or its connector kept no blocks; see --connector and --require-kv",
             )
             .into());
         }

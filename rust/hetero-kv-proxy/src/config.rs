@@ -8,8 +8,8 @@ use http::HeaderName;
 use crate::auth::keys::Keys;
 use crate::cli::{Invocation, Settings};
 use crate::connectors::{self, Connector, Order};
+use crate::routing::Role;
 use crate::routing::policy::PolicyKind;
-use crate::routing::{OnMissingKv, Role};
 
 mod access;
 mod address;
@@ -30,6 +30,15 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+/// What follows where no prefill engine takes legs or can be reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnNoPrefill {
+    /// The request fails.
+    Fail,
+    /// Decode computes the prompt, and it is counted.
+    DecodeOnly,
 }
 
 /// Everything `serve` runs with.
@@ -64,8 +73,10 @@ pub struct Config {
     pub hash_header: Option<HeaderName>,
     /// Bytes of the prompt's beginning by which requests without that header belong together.
     pub hash_prompt_bytes: usize,
-    /// What a prefill answer without a KV handle leads to.
-    pub on_missing_kv: OnMissingKv,
+    /// Whether a prefill answer without a KV handle fails the request.
+    pub require_kv: bool,
+    /// What follows where no prefill engine takes legs or can be reached.
+    pub on_no_prefill: OnNoPrefill,
     /// Longest wait for a connection to an engine.
     pub connect_timeout: Duration,
     /// Deadline of a whole request.
@@ -215,14 +226,15 @@ impl Config {
         let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
         let decode_policy = faults.policy("--decode-policy", &decode_policy);
         let hash_header = faults.header("--hash-header", &mut resolved.hash_header, "x-session-id");
-        let on_missing_kv = match fill(&mut resolved.on_missing_kv, "fail".to_owned()).as_str() {
-            "fail" => OnMissingKv::Fail,
-            "recompute" => OnMissingKv::Recompute,
+        let require_kv = *resolved.require_kv.get_or_insert(true);
+        let on_no_prefill = match fill(&mut resolved.on_no_prefill, "fail".to_owned()).as_str() {
+            "fail" => OnNoPrefill::Fail,
+            "decode-only" => OnNoPrefill::DecodeOnly,
             other => {
                 faults.add(format!(
-                    "--on-missing-kv {other}: must be fail or recompute"
+                    "--on-no-prefill {other}: must be fail or decode-only"
                 ));
-                OnMissingKv::Fail
+                OnNoPrefill::Fail
             }
         };
         let log_format = match fill(&mut resolved.log_format, "text".to_owned()).as_str() {
@@ -360,7 +372,8 @@ impl Config {
             decode_policy,
             hash_header,
             hash_prompt_bytes,
-            on_missing_kv,
+            require_kv,
+            on_no_prefill,
             connect_timeout,
             request_timeout,
             stream_idle_timeout,

@@ -28,6 +28,8 @@ pub(crate) enum Failure {
     Api(ApiError),
     /// An engine's answer, read whole.
     Engine(Box<Answer>),
+    /// The proxy's own error: no prefill engine could be reached, and nothing was prefilled.
+    NoPrefill(ApiError),
 }
 
 impl From<ApiError> for Failure {
@@ -38,10 +40,11 @@ impl From<ApiError> for Failure {
 
 impl From<Refused> for Failure {
     fn from(refused: Refused) -> Self {
-        Self::Api(match refused {
-            Refused::NoEngine(role) => no_engine(role),
-            Refused::Told(error) => error,
-        })
+        match refused {
+            Refused::NoEngine(Role::Prefill) => Self::NoPrefill(no_engine(Role::Prefill)),
+            Refused::NoEngine(Role::Decode) => Self::Api(no_engine(Role::Decode)),
+            Refused::Told(error) => Self::Api(error),
+        }
     }
 }
 
@@ -262,7 +265,14 @@ pub(crate) fn after_failure(
     let next = match step {
         AfterFailure::RetryElsewhere => Attempt { fresh: false },
         AfterFailure::RetryFresh => Attempt { fresh: true },
-        AfterFailure::GiveUp => return Err(given_up(role, code).into()),
+        AfterFailure::GiveUp => {
+            let error = given_up(role, code);
+            let not_reached = role == Role::Prefill && failure == LegFailure::Connect;
+            return Err(match not_reached {
+                true => Failure::NoPrefill(error),
+                false => Failure::Api(error),
+            });
+        }
     };
     count_retry(app, role);
     Ok(next)

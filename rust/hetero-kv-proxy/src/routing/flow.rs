@@ -8,8 +8,9 @@ use super::{InstanceIndex, Role};
 /// What one request's legs go by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowRules {
-    /// What a prefill answer without a KV handle leads to.
-    pub on_missing_kv: OnMissingKv,
+    /// Whether a prefill answer without a KV handle fails the request: decode would compute the prompt
+    /// again, and hide a broken deployment.
+    pub require_kv: bool,
     /// Retries of one leg of one request.
     pub retries_max: u32,
     /// Whether the connector itself refuses a handle whose blocks were read and freed. Where it does
@@ -75,15 +76,6 @@ pub enum AfterPrefill {
     PassOn,
     /// Answer that the KV handle is missing.
     MissingKv,
-}
-
-/// What to do when prefill answers 200 without a usable `kv_transfer_params`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OnMissingKv {
-    /// Fail the request: a silent recompute hides a broken deployment.
-    Fail,
-    /// Let decode compute the prompt, and count it.
-    Recompute,
 }
 
 /// The retry budget and rules of one request.
@@ -191,9 +183,9 @@ impl Flow {
         } else if stopped {
             AfterPrefill::RecomputeStopped
         } else {
-            match self.rules.on_missing_kv {
-                OnMissingKv::Fail => AfterPrefill::MissingKv,
-                OnMissingKv::Recompute => AfterPrefill::Recompute,
+            match self.rules.require_kv {
+                true => AfterPrefill::MissingKv,
+                false => AfterPrefill::Recompute,
             }
         }
     }

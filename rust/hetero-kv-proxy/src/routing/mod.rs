@@ -14,7 +14,7 @@ mod registry;
 mod tests;
 
 pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
-pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure, OnMissingKv};
+pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure};
 pub use health::{Health, HealthRules, HealthState};
 pub use line::{Full, Line, Wants};
 pub use registry::{

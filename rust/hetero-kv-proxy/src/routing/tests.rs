@@ -423,7 +423,7 @@ fn view_shows_legs_by_rank_and_readiness() {
 }
 
 const FLOW: FlowRules = FlowRules {
-    on_missing_kv: OnMissingKv::Fail,
+    require_kv: true,
     retries_max: 1,
     refuses_second_read: true,
 };
@@ -523,7 +523,7 @@ fn the_legs_have_separate_budgets_and_the_tried_are_known() {
 fn prefill_answers_lead_to_one_step_each() {
     let fail = Flow::new(FLOW);
     let recompute = Flow::new(FlowRules {
-        on_missing_kv: OnMissingKv::Recompute,
+        require_kv: false,
         ..FLOW
     });
     let (held, bare) = (true, false);

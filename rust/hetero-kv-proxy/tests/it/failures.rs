@@ -118,7 +118,7 @@ async fn a_missing_kv_handle_may_be_recomputed_and_is_counted() {
     );
     p.always(Script::Answer(200, "application/json", r#"{"choices":[]}"#));
     let settings = Settings {
-        on_missing_kv: Some("recompute".to_owned()),
+        require_kv: Some(false),
         ..Settings::default()
     };
     let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
@@ -331,4 +331,57 @@ async fn the_deadline_is_a_504_in_each_leg_and_frees_what_prefill_pinned() {
     assert_eq!(reply.status, 504);
     freed(&blocks).await;
     assert_eq!(d.count(), 2);
+}
+
+#[tokio::test]
+async fn no_prefill_engine_is_an_error_and_decode_alone_only_where_that_was_chosen() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let start = async |on_no_prefill: Option<&str>, prefill: &[String]| {
+        let settings = Settings {
+            on_no_prefill: on_no_prefill.map(str::to_owned),
+            admin_listen: Some("127.0.0.1:0".to_owned()),
+            ..Settings::default()
+        };
+        proxy_with(settings, prefill, &urls(&[&d])).await
+    };
+    let fallbacks = "fallbacks_total{reason=\"no_prefill\"}";
+    let dead = {
+        let engine = Engine::prefill(&blocks).await;
+        engine.kill().await;
+        engine.url()
+    };
+    for (prefill, status, code) in [
+        (vec![], 503, "no_engine"),
+        (vec![dead.clone()], 502, "prefill_unreachable"),
+    ] {
+        let proxy = start(None, &prefill).await;
+        let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+        assert_eq!((reply.status, reply.error_code().as_str()), (status, code));
+        if status == 503 {
+            assert_eq!(reply.headers["retry-after"], "1");
+        }
+        assert_eq!(d.count(), 0);
+        assert_eq!(metric(&proxy, fallbacks).await, 0.0);
+    }
+    for (count, prefill) in [vec![], vec![dead]].into_iter().enumerate() {
+        let proxy = start(Some("decode-only"), &prefill).await;
+        let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        assert_eq!(d.count(), count + 1);
+        assert_eq!(d.seen()[count].text(), PROMPT, "no kv_transfer_params");
+        assert_eq!(metric(&proxy, fallbacks).await, 1.0);
+    }
+    // An engine that answers is there, whatever it answers.
+    let proxy = start(Some("decode-only"), &urls(&[&p])).await;
+    for status in [500, 503, 400] {
+        p.once(Script::Answer(status, "application/json", ERROR));
+        assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, status);
+    }
+    assert_eq!(d.count(), 2);
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
+    assert_eq!(metric(&proxy, fallbacks).await, 0.0);
 }
