@@ -190,6 +190,18 @@ def test_a_target_without_notifications_is_refused_by_a_writer_with_them(peers: 
     assert wrong(target, runs) == 0
 
 
+def test_a_target_that_takes_no_messages_and_says_it_does_ends_in_time(peers: Peers) -> None:
+    """The first message stops the queue pair without an error: the handshake's deadline ends it."""
+    target, writer = peers.start(), peers.start()
+    card = target.target(sizes=DESTS, filler=FILLER, notifications=False)
+    writer.writer(sizes=SOURCES, seed=SEED)
+    claim = lied(card, lambda read: read["endpoints"]["mori"].update(notifications=True))
+    reached = writer.open(card=claim, deadline_s=3.0)
+    assert reached["kind"] == "unreachable", reached
+    assert "did not answer in time" in reached["text"], reached
+    assert target.touched(filler=FILLER) == 0
+
+
 def test_nothing_is_left_after_close(pair: tuple[Peer, Peer, str]) -> None:
     target, writer, _ = pair
     assert writer.write(runs=[[0, 0, 0, 0, 1000]])["kind"] is None
