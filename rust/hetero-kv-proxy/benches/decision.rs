@@ -66,6 +66,7 @@ fn ask(key: &RequestKey) -> Ask<'_> {
     Ask {
         key,
         avoid: &[],
+        among: None,
         now_ms: 0,
     }
 }

@@ -1,5 +1,6 @@
 //! The proxy's own paths: liveness, readiness, metrics, workers.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use http::StatusCode;
@@ -7,11 +8,12 @@ use serde::Serialize;
 
 use crate::answer::{self, Answer};
 use crate::app::App;
+use crate::config::Worker;
 use crate::connectors::Order;
 use crate::instance::Instance;
 use crate::metrics::{InstanceLabels, SlotLabels, WaitLabels};
 use crate::openai::error::ApiError;
-use crate::routing::{InstanceView, Role, Standing};
+use crate::routing::{Field, InstanceView, Role, Standing};
 use crate::sync::lock;
 
 const JSON: &str = "application/json";
@@ -115,6 +117,25 @@ pub struct WorkerView {
     source: &'static str,
     engine_id: Option<String>,
     expires_in_ms: Option<u64>,
+    /// What it tells of itself.
+    told: BTreeMap<String, String>,
+}
+
+/// What a worker tells, by the fields of its registration.
+fn told(worker: &Worker) -> BTreeMap<String, String> {
+    let told = Field::ALL.into_iter().filter_map(|field| {
+        let value = match field {
+            Field::Control => worker.control.as_deref(),
+            Field::Model
+            | Field::Revision
+            | Field::Dtype
+            | Field::KvHeads
+            | Field::Layout
+            | Field::Mode => worker.traits.get(field),
+        };
+        Some((field.key().replace('-', "_"), value?.to_owned()))
+    });
+    told.collect()
 }
 
 fn worker_view(instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerView {
@@ -142,6 +163,7 @@ fn worker_view(instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerVi
         },
         engine_id: instance.engine_id(),
         expires_in_ms: instance.expires_in_ms(now_ms),
+        told: told(&instance.worker),
     }
 }
 

@@ -16,6 +16,7 @@ use crate::app::App;
 use crate::config::Config;
 use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
+use crate::pairs;
 use crate::routing::{Line, NoSlot, Role};
 use crate::slots::{Slots, Want};
 use crate::sync::lock;
@@ -134,11 +135,11 @@ impl Admission {
     ) -> Result<Slots, Refused> {
         let told = |why| Refused::Told(reject(&app.metrics, why));
         if !app.has_limits() {
-            return app.try_slots(want).map_err(|none| match none {
-                NoSlot::NoEngine(role) => Refused::NoEngine(role),
-                // Without a limit there is always room.
-                NoSlot::Full => told(Reject::Full),
-            });
+            // Without a limit there is always room.
+            let full = || told(Reject::Full);
+            return app
+                .try_slots(want)
+                .map_err(|none| refusal(none, want).unwrap_or_else(full));
         }
         let wants = want.wants();
         let place = {
@@ -147,8 +148,7 @@ impl Admission {
             if waiting.line.is_next(number, wants) {
                 match app.try_slots(want) {
                     Ok(slots) => return Ok(slots),
-                    Err(NoSlot::NoEngine(role)) => return Err(Refused::NoEngine(role)),
-                    Err(NoSlot::Full) => {}
+                    Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
                 }
             }
             let outside = self.outside.load(Ordering::Relaxed);
@@ -178,8 +178,7 @@ impl Admission {
                             served(&app.metrics, since);
                             return Ok(slots);
                         }
-                        Err(NoSlot::NoEngine(role)) => return Err(Refused::NoEngine(role)),
-                        Err(NoSlot::Full) => {}
+                        Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
                     }
                 }
             }
@@ -255,6 +254,19 @@ impl<'a> Counted<'a> {
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Why a request is not served whatever it waits for; `None` where it may wait for room.
+fn refusal(none: NoSlot, want: &Want<'_>) -> Option<Refused> {
+    match none {
+        NoSlot::NoEngine(role) => Some(Refused::NoEngine(role)),
+        NoSlot::NoModel => {
+            let model = want.bound.model.unwrap_or_default();
+            Some(Refused::Told(pairs::no_model(model)))
+        }
+        NoSlot::NoPair(unlike) => Some(Refused::Told(pairs::no_pair(&unlike))),
+        NoSlot::Full => None,
     }
 }
 

@@ -1,5 +1,6 @@
 //! What all requests share: the pools of both roles, the engines behind them, admission, metrics.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -17,8 +18,8 @@ use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels}
 use crate::openai::error::ApiError;
 use crate::probe;
 use crate::routing::{
-    BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, LegFault, Pool, Role,
-    SlotId, Standing,
+    BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, Kinds, LegFault, Pool,
+    Role, SlotId, Standing, Traits,
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -63,6 +64,10 @@ pub struct App {
     pub stop: watch::Sender<bool>,
     /// Held over what an administrator's request finds and changes.
     pub(crate) changes: Mutex<()>,
+    /// Whether some worker has told something of itself; without, nobody looks at the kinds.
+    pub(crate) told: AtomicBool,
+    /// What workers tell of themselves. Locked behind the sides, or alone.
+    pub(crate) kinds: Mutex<Kinds>,
     start: Instant,
     prefill: Mutex<Side>,
     decode: Mutex<Side>,
@@ -110,6 +115,8 @@ impl App {
             tasks: TaskTracker::new(),
             stop: watch::Sender::new(false),
             changes: Mutex::new(()),
+            told: AtomicBool::new(false),
+            kinds: Mutex::default(),
             start: Instant::now(),
             config,
         });
@@ -151,9 +158,15 @@ impl App {
 
     /// Gives an instance its index and makes it known. Its probe is the caller's to start.
     pub(crate) fn take_in(&self, mut instance: Instance, standing: Standing) -> Arc<Instance> {
+        let traits = &instance.worker.traits;
+        let kind = lock(&self.kinds).enter(traits);
+        if *traits != Traits::default() {
+            self.told.store(true, Ordering::Relaxed);
+        }
         let mut side = lock(self.side(instance.role));
         let spec = instance.worker.spec.clone();
         instance.index = side.pool.add(spec, instance.trust(), standing);
+        side.pool.set_kind(instance.index, kind);
         let instance = Arc::new(instance);
         Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
         drop(side);
@@ -201,6 +214,9 @@ impl App {
             let mut side = lock(self.side(instance.role));
             if !holds(&side.pool) {
                 return;
+            }
+            if let Some(kind) = side.pool.kind(instance.index) {
+                lock(&self.kinds).leave(kind);
             }
             let removed = side.pool.remove(instance.index);
             Arc::make_mut(&mut side.instances).retain(|known| known.index != instance.index);
@@ -267,6 +283,11 @@ impl App {
     /// The instances of a role as they are.
     pub fn snapshot(&self, role: Role) -> Snapshot {
         Arc::clone(&lock(self.side(role)).instances)
+    }
+
+    /// Whether a request's model decides about its workers.
+    pub(crate) fn reads_model(&self) -> bool {
+        self.told.load(Ordering::Relaxed)
     }
 
     /// The instances of a role that take legs at this moment.

@@ -17,6 +17,7 @@ use crate::config::OnNoPrefill;
 use crate::connectors::{Leg, Order, Slot, Transfer};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
+use crate::instance::Instance;
 use crate::lease::SlotLease;
 use crate::legs::{
     Attempt, Call, Failure, Refusal, after_failure, answer_broken, read_answer, slot,
@@ -106,6 +107,7 @@ async fn run(
         app: Arc::clone(app),
         route,
         key: request_key(app, &request, &headers),
+        model: app.reads_model().then(|| request.model_name()).flatten(),
         request,
         headers,
         written: Written::default(),
@@ -243,25 +245,30 @@ async fn decode_alone(
     mut flow: Flow,
     taken: Option<SlotLease>,
 ) -> Result<DecodeHead, Failure> {
-    let (answer, lease) = decode_leg(call, &mut flow, taken, false, |_| None).await?;
+    let (answer, lease) = decode_leg(call, &mut flow, taken, None, |_| None).await?;
     Ok(DecodeHead::alone(answer, lease))
 }
 
-/// Sends a decode leg until there is an answer to pass on.
+/// Sends a decode leg until there is an answer to pass on; `prefilled` keeps blocks for it.
 async fn decode_leg(
     call: &Call,
     flow: &mut Flow,
     mut taken: Option<SlotLease>,
-    has_handle: bool,
+    prefilled: Option<&Instance>,
     leg: impl Fn(&SlotLease) -> Option<Leg>,
 ) -> Result<(upstream::Answer, SlotLease), Failure> {
+    let has_handle = prefilled.is_some();
+    let peer = prefilled.map(|instance| &instance.worker.traits);
     let mut refusal = Refusal::default();
     let tries = async {
         let mut next = Attempt::default();
         loop {
             let lease = match taken.take() {
                 Some(lease) => lease,
-                None => call.slot(Role::Decode, flow.tried(Role::Decode)).await?,
+                None => {
+                    call.slot(Role::Decode, flow.tried(Role::Decode), peer)
+                        .await?
+                }
             };
             match call
                 .send_decode(&lease, leg(&lease).as_ref(), next.fresh)
@@ -332,7 +339,8 @@ async fn prefill_tries(
             Some(lease) => lease,
             None => {
                 let tried = flow.tried(Role::Prefill);
-                call.slot(Role::Prefill, tried).await?
+                let peer = decode.as_ref().map(|lease| &lease.instance().worker.traits);
+                call.slot(Role::Prefill, tried, peer).await?
             }
         };
         // A new id each time: the engine that failed may still hold blocks under the old one.
@@ -444,7 +452,8 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
 
     let taken = decode.take();
     let leg = |lease: &SlotLease| leg(Some(lease));
-    let (answer, lease) = decode_leg(&call, &mut flow, taken, has_handle, leg).await?;
+    let with = has_handle.then_some(&*prefill_instance);
+    let (answer, lease) = decode_leg(&call, &mut flow, taken, with, leg).await?;
     Ok(match has_handle {
         true => DecodeHead {
             kept: Some(kept),

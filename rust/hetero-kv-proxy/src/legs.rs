@@ -18,7 +18,9 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
-use crate::routing::{AfterFailure, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role};
+use crate::routing::{
+    AfterFailure, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role, Traits,
+};
 use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
@@ -62,6 +64,8 @@ pub(crate) struct Call {
     pub(crate) app: Arc<App>,
     pub(crate) route: Route,
     pub(crate) request: Request,
+    /// The model that it names, where workers tell theirs.
+    pub(crate) model: Option<String>,
     pub(crate) headers: HeaderMap,
     pub(crate) key: RequestKey,
     pub(crate) written: Written,
@@ -75,7 +79,7 @@ impl Call {
         prefill: Option<Choice<'_>>,
         decode: Option<Choice<'_>>,
     ) -> Result<Slots, Refused> {
-        self.take(prefill, decode, Begun::No).await
+        self.take(prefill, decode, None, Begun::No).await
     }
 
     /// Takes slots for another pair of legs.
@@ -90,19 +94,22 @@ impl Call {
         let decode = Choice::Any {
             avoid: avoid_decode,
         };
-        self.take(Some(prefill), Some(decode), Begun::Yes).await
+        self.take(Some(prefill), Some(decode), None, Begun::Yes)
+            .await
     }
 
-    /// Takes a slot for another leg of a request that has begun.
+    /// Takes a slot for another leg of a request that has begun; where the other leg has its worker,
+    /// which tells `peer`, one that goes with it.
     pub(crate) async fn slot(
         &self,
         role: Role,
         avoid: &[InstanceIndex],
+        peer: Option<&Traits>,
     ) -> Result<SlotLease, Failure> {
         let choice = Some(Choice::Any { avoid });
         let taken = match role {
-            Role::Prefill => self.take(choice, None, Begun::Yes).await?.prefill,
-            Role::Decode => self.take(None, choice, Begun::Yes).await?.decode,
+            Role::Prefill => self.take(choice, None, peer, Begun::Yes).await?.prefill,
+            Role::Decode => self.take(None, choice, peer, Begun::Yes).await?.decode,
         };
         taken.ok_or_else(|| no_engine(role).into())
     }
@@ -111,12 +118,17 @@ impl Call {
         &self,
         prefill: Option<Choice<'_>>,
         decode: Option<Choice<'_>>,
+        peer: Option<&Traits>,
         begun: Begun,
     ) -> Result<Slots, Refused> {
         let want = Want {
             prefill,
             decode,
             key: &self.key,
+            bound: Bound {
+                model: self.model.as_deref(),
+                peer,
+            },
         };
         let app = &self.app;
         app.admission.slots(app, &want, &self.ticket, begun).await

@@ -27,6 +27,7 @@ mod legs;
 pub mod metrics;
 pub mod mock;
 pub mod openai;
+mod pairs;
 pub mod probe;
 mod random;
 pub mod relay;

@@ -22,7 +22,7 @@ use crate::openai::error::ApiError;
 use crate::openai::request::refuse_params;
 use crate::random::random_hex;
 use crate::routing::policy::RequestKey;
-use crate::routing::{InstanceIndex, LegFault, Role};
+use crate::routing::{Bound, InstanceIndex, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Want};
 use crate::stream::outcome_of;
@@ -118,6 +118,7 @@ async fn one_slot(
         prefill: None,
         decode: Some(choice),
         key: &RequestKey::default(),
+        bound: Bound::default(),
     };
     match app.admission.slots(app, &want, ticket, begun).await {
         Ok(slots) => Ok(slots.decode),

@@ -1,11 +1,14 @@
 //! The slots that a request needs, taken together or not at all.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::app::{App, Side};
 use crate::lease::SlotLease;
 use crate::routing::policy::RequestKey;
-use crate::routing::{Ask, InstanceIndex, NoSlot, Picked, Pool, Role, Wants};
+use crate::routing::{
+    Ask, Bound, Fit, InstanceIndex, KindSet, Kinds, NoSlot, Picked, Pool, Role, Wants,
+};
 use crate::sync::lock;
 
 /// Which slot of a role.
@@ -29,6 +32,8 @@ pub struct Want<'a> {
     pub decode: Option<Choice<'a>>,
     /// What the policies go by.
     pub key: &'a RequestKey,
+    /// Which workers may serve it.
+    pub bound: Bound<'a>,
 }
 
 /// What was wanted.
@@ -50,54 +55,130 @@ impl Want<'_> {
     }
 }
 
+/// One try to take slots.
+#[derive(Clone, Copy)]
+struct Try<'a> {
+    want: &'a Want<'a>,
+    now_ms: u64,
+}
+
 impl App {
     /// Takes all slots that `want` asks for, or none.
     ///
     /// # Errors
     /// [`NoSlot`].
     pub(crate) fn try_slots(self: &Arc<Self>, want: &Want<'_>) -> Result<Slots, NoSlot> {
-        // Where both are wanted, prefill's side is locked first by everyone.
+        // Where workers tell nothing of themselves, all go together.
+        let told = self.told.load(Ordering::Relaxed);
+        // Where both are wanted, prefill's side is locked first by everyone, and the kinds last.
         let mut prefill = want
             .prefill
             .map(|choice| (choice, lock(self.side(Role::Prefill))));
-        let mut decode = want
-            .decode
-            .map(|choice| (choice, lock(self.side(Role::Decode))));
-        let now_ms = self.now_ms();
-        if let (Some(_), Some((choice, side))) = (&prefill, &mut decode) {
-            room(&mut side.pool, *choice, want.key, now_ms)?;
+        // A prefill leg is of no use without a decode worker that goes with it.
+        let with_decode = want.decode.is_some() || (told && want.prefill.is_some());
+        let mut decode = with_decode.then(|| lock(self.side(Role::Decode)));
+        let kinds = told.then(|| lock(&self.kinds));
+        let this = Try {
+            want,
+            now_ms: self.now_ms(),
+        };
+        let mut fit = match (&kinds, &prefill, &decode) {
+            (Some(kinds), Some((_, prefill)), Some(decode)) => {
+                let (prefill, decode) = (&prefill.pool, &decode.pool);
+                Some(Fit::pair(kinds, prefill, decode, &want.bound)?)
+            }
+            (Some(kinds), None, Some(decode)) => {
+                Some(Fit::decode(kinds, &decode.pool, &want.bound)?)
+            }
+            (Some(_) | None, _, _) => None,
+        };
+        // Prefill may find none; decode then has room.
+        if let (Some(_), Some(choice), Some(side)) = (&prefill, want.decode, &mut decode) {
+            match (&kinds, &mut fit) {
+                (Some(kinds), Some(fit)) => this.with_room(kinds, fit, &mut side.pool, choice)?,
+                (Some(_) | None, _) => this.room(&mut side.pool, choice, None)?,
+            }
         }
-        let take = |locked: &mut Option<(Choice<'_>, std::sync::MutexGuard<'_, Side>)>| {
-            let Some((choice, side)) = locked else {
-                return Ok(None);
-            };
-            let picked = pick(&mut side.pool, *choice, want.key, now_ms)?;
+        let lease = |side: &Side, picked: Picked| {
             // Pool and list hold the same instances.
             let instance = side.get(picked.instance).map(Arc::clone);
-            Ok(instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked)))
+            instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked))
         };
-        // The first may find none; the second has room.
-        let prefill = take(&mut prefill)?;
-        let decode = take(&mut decode)?;
-        Ok(Slots { prefill, decode })
+        let mut slots = Slots::default();
+        if let Some((choice, side)) = &mut prefill {
+            let among = fit.as_ref().map(|fit| &fit.prefill);
+            let picked = this.pick(&mut side.pool, *choice, among)?;
+            if let (Some(kinds), Some(fit)) = (&kinds, &mut fit) {
+                let kind = side.pool.kind(picked.instance).unwrap_or_default();
+                fit.decode = fit.decode_for(kinds, kind);
+            }
+            slots.prefill = lease(side, picked);
+        }
+        if let (Some(choice), Some(side)) = (want.decode, &mut decode) {
+            let among = fit.as_ref().map(|fit| &fit.decode);
+            let picked = this.pick(&mut side.pool, choice, among)?;
+            slots.decode = lease(side, picked);
+        }
+        Ok(slots)
     }
 }
 
-fn room(pool: &mut Pool, choice: Choice<'_>, key: &RequestKey, now_ms: u64) -> Result<(), NoSlot> {
-    match choice {
-        Choice::Any { avoid } => pool.room(&Ask { key, avoid, now_ms }),
-        Choice::At(instance) => pool.room_at(instance),
+impl Try<'_> {
+    fn ask<'a>(&'a self, avoid: &'a [InstanceIndex], among: Option<&'a KindSet>) -> Ask<'a> {
+        Ask {
+            key: self.want.key,
+            avoid,
+            among,
+            now_ms: self.now_ms,
+        }
     }
-}
 
-fn pick(
-    pool: &mut Pool,
-    choice: Choice<'_>,
-    key: &RequestKey,
-    now_ms: u64,
-) -> Result<Picked, NoSlot> {
-    match choice {
-        Choice::Any { avoid } => pool.pick(&Ask { key, avoid, now_ms }),
-        Choice::At(instance) => pool.pick_at(instance, now_ms),
+    fn room(
+        &self,
+        pool: &mut Pool,
+        choice: Choice<'_>,
+        among: Option<&KindSet>,
+    ) -> Result<(), NoSlot> {
+        match choice {
+            Choice::Any { avoid } => pool.room(&self.ask(avoid, among)),
+            Choice::At(instance) => pool.room_at(instance),
+        }
+    }
+
+    fn pick(
+        &self,
+        pool: &mut Pool,
+        choice: Choice<'_>,
+        among: Option<&KindSet>,
+    ) -> Result<Picked, NoSlot> {
+        match choice {
+            Choice::Any { avoid } => pool.pick(&self.ask(avoid, among)),
+            Choice::At(instance) => pool.pick_at(instance, self.now_ms),
+        }
+    }
+
+    /// Leaves those kinds of prefill worker that a decode worker with room goes with.
+    fn with_room(
+        &self,
+        kinds: &Kinds,
+        fit: &mut Fit,
+        decode: &mut Pool,
+        choice: Choice<'_>,
+    ) -> Result<(), NoSlot> {
+        let mut none = NoSlot::NoEngine(Role::Decode);
+        let mut found = KindSet::default();
+        for kind in fit.prefill.iter() {
+            match self.room(decode, choice, Some(&fit.decode_for(kinds, kind))) {
+                Ok(()) => found.insert(kind),
+                // Who waits for room is served; who waits for an engine is not.
+                Err(NoSlot::Full) => none = NoSlot::Full,
+                Err(NoSlot::NoEngine(_) | NoSlot::NoModel | NoSlot::NoPair(_)) => {}
+            }
+        }
+        fit.prefill = found;
+        match fit.prefill.is_empty() {
+            true => Err(none),
+            false => Ok(()),
+        }
     }
 }

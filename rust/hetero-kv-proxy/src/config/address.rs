@@ -1,7 +1,7 @@
 //! Addresses on the command line: engines' base URLs and where to listen.
 
 use crate::connectors::{PeerSpec, WORKER_KEYS, ZmqAddress};
-use crate::routing::InstanceSpec;
+use crate::routing::{Field, InstanceSpec, LOOPBACK, NETWORK, Traits};
 
 /// Base URL of one engine, taken apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +25,10 @@ pub struct Worker {
     pub base: BaseUrl,
     /// What the connector needs to know.
     pub peer: PeerSpec,
+    /// What it tells of itself, for its peers to agree on.
+    pub traits: Traits,
+    /// `HOST:PORT` of its connector's control plane, where it tells it.
+    pub control: Option<String>,
 }
 
 /// Ports of vLLM's own defaults.
@@ -52,10 +56,65 @@ impl WorkerFault {
 
 /// The keys of a worker beside its URL.
 pub(crate) fn keys() -> impl Iterator<Item = &'static str> + Clone {
-    ["dp", "rank0"].into_iter().chain(WORKER_KEYS)
+    let traits = Field::ALL.into_iter().map(Field::key);
+    ["dp", "rank0"].into_iter().chain(WORKER_KEYS).chain(traits)
 }
 
-/// Parses `URL[,key=value...]`; keys are `dp`, `rank0` and [`WORKER_KEYS`].
+/// Longest value that a worker tells of itself.
+const TRAIT_BYTES_MAX: usize = 512;
+
+/// What a worker tells of itself, and its control address.
+fn traits<'a>(
+    text: impl Fn(&str) -> Option<&'a str>,
+) -> Result<(Traits, Option<String>), WorkerFault> {
+    let mut traits = Traits::default();
+    for field in Field::ALL {
+        let key = field.key();
+        let Some(value) = text(key) else {
+            continue;
+        };
+        let plain = value.bytes().all(|byte| byte.is_ascii_graphic());
+        if value.is_empty() || value.len() > TRAIT_BYTES_MAX || !plain {
+            return Err(WorkerFault::of(
+                key,
+                format!("{key} must be 1 to {TRAIT_BYTES_MAX} visible ASCII characters"),
+            ));
+        }
+        let told = match field {
+            Field::Control => reach(value).map_err(|fault| WorkerFault::of(key, fault))?,
+            Field::KvHeads if !value.parse::<u32>().is_ok_and(|heads| heads > 0) => {
+                let fault = format!("kv-heads must be a number of heads, not `{value}`");
+                return Err(WorkerFault::of(key, fault));
+            }
+            Field::Model
+            | Field::Revision
+            | Field::Dtype
+            | Field::KvHeads
+            | Field::Layout
+            | Field::Mode => value,
+        };
+        traits = traits.with(field, told);
+    }
+    Ok((traits, text(Field::Control.key()).map(str::to_owned)))
+}
+
+/// Which peers reach a control address.
+fn reach(control: &str) -> Result<&'static str, String> {
+    let (host, port) = host_port(control).map_err(|fault| format!("control: {fault}"))?;
+    let address: Option<std::net::IpAddr> = host.parse().ok();
+    if port == 0 || address.is_some_and(|address| address.is_unspecified()) {
+        return Err(format!(
+            "control must be an address that peers can dial, not `{control}`"
+        ));
+    }
+    let own = address.is_some_and(|address| address.is_loopback());
+    Ok(match own || host == "localhost" {
+        true => LOOPBACK,
+        false => NETWORK,
+    })
+}
+
+/// Parses `URL[,key=value...]`; for the keys see [`keys`].
 pub(super) fn worker(text: &str) -> Result<Worker, String> {
     let mut parts = text.split(',');
     let url = parts.next().unwrap_or_default();
@@ -127,7 +186,10 @@ pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Work
             .filter(|key| text(key).is_some())
             .collect(),
     };
+    let (traits, control) = traits(text)?;
     Ok(Worker {
+        traits,
+        control,
         spec: InstanceSpec {
             url: url.trim_end_matches('/').to_owned(),
             dp,

@@ -204,6 +204,11 @@ impl Request {
         self.raw("model")
     }
 
+    /// The name in `model`; `None` where there is no string.
+    pub fn model_name(&self) -> Option<String> {
+        serde_json::from_slice(self.model()).ok()
+    }
+
     /// The raw value of what the engine computes first, as the client sent it: `prompt`, `messages`
     /// or `input`; empty where there is none.
     pub fn prompt(&self) -> &[u8] {

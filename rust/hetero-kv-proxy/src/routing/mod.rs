@@ -6,7 +6,9 @@
 mod breaker;
 mod flow;
 mod health;
+mod kind;
 mod line;
+mod pairing;
 pub mod policy;
 mod registry;
 
@@ -16,7 +18,9 @@ mod tests;
 pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
 pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure};
 pub use health::{Health, HealthRules, HealthState};
+pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};
 pub use line::{Full, Line, Wants};
+pub use pairing::{Bound, Fit};
 pub use registry::{
     Ask, InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust,
 };

@@ -1,7 +1,9 @@
 //! The instances of one role as they come and go, their slots, and who is serving what.
 
 use super::policy::{Candidate, Policy, PolicyKind, RequestKey, slot_identity};
-use super::{Health, HealthRules, HealthState, InstanceIndex, LegFault, Role};
+use super::{
+    Health, HealthRules, HealthState, InstanceIndex, KindId, KindSet, LegFault, Role, Unlike,
+};
 
 /// One instance as configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +33,8 @@ pub struct Ask<'a> {
     pub key: &'a RequestKey,
     /// Instances that failed the request, the last one last.
     pub avoid: &'a [InstanceIndex],
+    /// Kinds of instance to choose among; `None` is all.
+    pub among: Option<&'a KindSet>,
     /// The time.
     pub now_ms: u64,
 }
@@ -70,12 +74,16 @@ pub struct Picked {
 }
 
 /// Why no slot was chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NoSlot {
     /// No instance of the role takes legs.
     NoEngine(Role),
     /// Those that it would go to have as many legs as they may.
     Full,
+    /// All workers of a role tell their model, and none the request's.
+    NoModel,
+    /// Workers of both roles take legs, and no two of them go together.
+    NoPair(Box<Unlike>),
 }
 
 /// What `/workers` and `/ready` show of one instance.
@@ -103,6 +111,7 @@ pub struct InstanceView {
 struct Instance {
     index: InstanceIndex,
     spec: InstanceSpec,
+    kind: KindId,
     trust: Trust,
     standing: Standing,
     health: Health,
@@ -192,6 +201,7 @@ impl Pool {
             index,
             in_flight: vec![0; spec.dp as usize],
             spec,
+            kind: KindId::SILENT,
             trust,
             standing,
             health: Health::default(),
@@ -255,6 +265,30 @@ impl Pool {
         routable.map(|known| known.index).collect()
     }
 
+    /// What an instance tells of itself, by its kind.
+    pub fn set_kind(&mut self, instance: InstanceIndex, kind: KindId) {
+        if let Some(known) = self.get_mut(instance) {
+            known.kind = kind;
+        }
+    }
+
+    /// The kind of an instance; `None` where it is not there.
+    pub fn kind(&self, instance: InstanceIndex) -> Option<KindId> {
+        let at = self.position(instance)?;
+        Some(self.instances[at].kind)
+    }
+
+    /// The kinds of all instances.
+    pub fn kinds(&self) -> KindSet {
+        self.instances.iter().map(|known| known.kind).collect()
+    }
+
+    /// The kinds of the instances that take legs at this moment.
+    pub fn routable_kinds(&self) -> KindSet {
+        let routable = self.instances.iter().filter(|known| known.is_routable());
+        routable.map(|known| known.kind).collect()
+    }
+
     /// Whether an instance takes legs at all; `None` where it is not there.
     pub fn standing(&self, instance: InstanceIndex) -> Option<Standing> {
         let at = self.position(instance)?;
@@ -301,16 +335,20 @@ impl Pool {
     /// Sets the candidates of a pick; there is at least one.
     fn gather(&mut self, ask: &Ask<'_>) -> Result<(), NoSlot> {
         let now_ms = ask.now_ms;
+        let fits = |known: &Instance| {
+            let among = ask.among;
+            known.is_routable() && among.is_none_or(|among| among.contains(known.kind))
+        };
         let last = ask.avoid.last().map_or(&[][..], std::slice::from_ref);
         let other_than = |avoid: &[InstanceIndex]| {
-            let mut routable = self.instances.iter().filter(|known| known.is_routable());
-            routable.any(|known| !avoid.contains(&known.index))
+            let mut fitting = self.instances.iter().filter(|known| fits(known));
+            fitting.any(|known| !avoid.contains(&known.index))
         };
         let avoid = [ask.avoid, last]
             .into_iter()
             .find(|avoid| other_than(avoid))
             .unwrap_or_default();
-        let usable = |known: &Instance| known.is_routable() && !avoid.contains(&known.index);
+        let usable = |known: &Instance| fits(known) && !avoid.contains(&known.index);
         let best = self
             .instances
             .iter()
@@ -356,16 +394,16 @@ impl Pool {
 
     /// Position and rank of the slot of `instance` with the fewest legs.
     fn emptiest(&self, instance: InstanceIndex) -> Result<(usize, u32), NoSlot> {
-        let none = NoSlot::NoEngine(self.role);
-        let at = self.position(instance).ok_or(none)?;
+        let none = || NoSlot::NoEngine(self.role);
+        let at = self.position(instance).ok_or_else(none)?;
         let known = &self.instances[at];
         if !known.is_routable() {
-            return Err(none);
+            return Err(none());
         }
         let (rank, count) = (0..)
             .zip(&known.in_flight)
             .min_by_key(|(_, count)| **count)
-            .ok_or(none)?;
+            .ok_or_else(none)?;
         match *count >= self.legs_max {
             true => Err(NoSlot::Full),
             false => Ok((at, rank)),

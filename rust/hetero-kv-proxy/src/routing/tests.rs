@@ -21,6 +21,7 @@ fn any_slot(now_ms: u64) -> Ask<'static> {
     Ask {
         key: &NO_KEY,
         avoid: &[],
+        among: None,
         now_ms,
     }
 }
@@ -149,7 +150,7 @@ fn a_preferred_slot_yields_to_health_and_to_a_retry_elsewhere() {
             let ask = Ask {
                 key: &key,
                 avoid,
-                now_ms: 0,
+                ..any_slot(0)
             };
             let picked = pool.pick(&ask).expect("slots");
             pool.release(picked.slot);
@@ -302,9 +303,9 @@ fn a_slot_takes_no_more_legs_than_it_may_and_a_worse_one_is_no_substitute() {
         assert_eq!((next.instance, next.rank), (held[0].instance, held[0].rank));
         pool.set_standing(InstanceIndex(0), Standing::Drained);
         pool.set_standing(InstanceIndex(1), Standing::Drained);
-        let none = NoSlot::NoEngine(Role::Prefill);
-        assert_eq!(pool.pick(&any_slot(0)), Err(none));
-        assert_eq!(pool.pick_at(InstanceIndex(1), 0), Err(none));
+        let none = || NoSlot::NoEngine(Role::Prefill);
+        assert_eq!(pool.pick(&any_slot(0)), Err(none()));
+        assert_eq!(pool.pick_at(InstanceIndex(1), 0), Err(none()));
     }
 }
 

@@ -17,6 +17,7 @@ mod failures;
 mod fuzz_corpus;
 mod limits;
 mod mock;
+mod pairs;
 mod pd_flow;
 mod policies;
 mod retries;

@@ -229,6 +229,8 @@ fn fits(connector: &dyn Connector, mode: &'static str) -> Result<(), Refusal> {
 /// agree.
 fn worker(announced: &Announced, part: Option<&Worker>) -> Result<Worker, WorkerFault> {
     let size = announced.dp_size;
+    // Nor do its model and what else peers agree on.
+    let told = part.map(|known| (known.traits.clone(), known.control.clone()));
     let part = part.filter(|known| u64::from(known.peer.dp_size) == size);
     let (dp, dp_rank0, rank0) = match part {
         Some(known) => (
@@ -253,5 +255,9 @@ fn worker(announced: &Announced, part: Option<&Worker>) -> Result<Worker, Worker
         .iter()
         .map(|(key, value)| (*key, value.as_str()))
         .collect();
-    assemble_worker(&announced.url, &given)
+    let mut worker = assemble_worker(&announced.url, &given)?;
+    if let Some((traits, control)) = told {
+        (worker.traits, worker.control) = (traits, control);
+    }
+    Ok(worker)
 }

@@ -1,0 +1,262 @@
+//! What workers tell of themselves that the two of a pair must agree on, and who goes with whom.
+
+/// Something that a worker may tell of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Field {
+    /// Names under which it serves its model, separated by `|`.
+    Model,
+    /// Of the model's weights: KV of another one is wrong KV.
+    Revision,
+    /// Of the KV cache.
+    Dtype,
+    /// KV heads of the model, over all ranks.
+    KvHeads,
+    /// Of the KV cache in memory.
+    Layout,
+    /// How its connector moves KV.
+    Mode,
+    /// Which peers reach its control address.
+    Control,
+}
+
+impl Field {
+    /// Every field, in the order in which a pair is compared.
+    pub const ALL: [Self; 7] = [
+        Self::Model,
+        Self::Revision,
+        Self::Dtype,
+        Self::KvHeads,
+        Self::Layout,
+        Self::Mode,
+        Self::Control,
+    ];
+
+    /// The key of a worker that tells it.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Revision => "revision",
+            Self::Dtype => "dtype",
+            Self::KvHeads => "kv-heads",
+            Self::Layout => "layout",
+            Self::Mode => "mode",
+            Self::Control => "control",
+        }
+    }
+}
+
+/// [`Field::Control`] of a worker that only peers on its own host reach.
+pub const LOOPBACK: &str = "loopback";
+/// [`Field::Control`] of any other.
+pub const NETWORK: &str = "network";
+
+/// What one worker tells; what it does not tell goes with everything.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Traits([Option<Box<str>>; Field::ALL.len()]);
+
+/// In what the workers of a pair differ.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unlike {
+    /// The first field that both tell and differ in.
+    pub field: Field,
+    /// What the prefill worker tells.
+    pub prefill: Box<str>,
+    /// What the decode worker tells.
+    pub decode: Box<str>,
+}
+
+impl Traits {
+    /// What is told of `field`.
+    pub fn get(&self, field: Field) -> Option<&str> {
+        self.0[field as usize].as_deref()
+    }
+
+    /// The same with `field` told.
+    #[must_use]
+    pub fn with(mut self, field: Field, value: &str) -> Self {
+        self.0[field as usize] = Some(value.into());
+        self
+    }
+
+    /// Whether a model of this name is served; `None` where no model is told.
+    pub fn serves(&self, model: &str) -> Option<bool> {
+        let told = self.get(Field::Model)?;
+        Some(told.split('|').any(|name| name == model))
+    }
+
+    /// Why `self` on prefill and `decode` are no pair; `None` where they are.
+    pub fn unlike(&self, decode: &Self) -> Option<Unlike> {
+        Field::ALL.into_iter().find_map(|field| {
+            let (own, other) = (self.get(field)?, decode.get(field)?);
+            let go_together = match field {
+                // Decode dials prefill.
+                Field::Control => own == other || own == NETWORK,
+                Field::Model
+                | Field::Revision
+                | Field::Dtype
+                | Field::KvHeads
+                | Field::Layout
+                | Field::Mode => own == other,
+            };
+            (!go_together).then(|| Unlike {
+                field,
+                prefill: own.into(),
+                decode: other.into(),
+            })
+        })
+    }
+}
+
+/// Workers that tell the same, by number among [`Kinds`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KindId(usize);
+
+impl KindId {
+    /// Of workers that tell nothing.
+    pub const SILENT: Self = Self(0);
+}
+
+/// A set of kinds.
+#[derive(Debug, Clone, Default)]
+pub struct KindSet(Vec<u64>);
+
+impl KindSet {
+    /// Adds a kind.
+    pub fn insert(&mut self, kind: KindId) {
+        let word = kind.0 / 64;
+        if self.0.len() <= word {
+            self.0.resize(word + 1, 0);
+        }
+        self.0[word] |= 1 << (kind.0 % 64);
+    }
+
+    /// Takes a kind out.
+    pub fn remove(&mut self, kind: KindId) {
+        if let Some(word) = self.0.get_mut(kind.0 / 64) {
+            *word &= !(1 << (kind.0 % 64));
+        }
+    }
+
+    /// Whether a kind is in it.
+    pub fn contains(&self, kind: KindId) -> bool {
+        let word = self.0.get(kind.0 / 64);
+        word.is_some_and(|word| word >> (kind.0 % 64) & 1 == 1)
+    }
+
+    /// Whether no kind is in it.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(|word| *word == 0)
+    }
+
+    /// Whether some kind is in both.
+    pub fn meets(&self, other: &Self) -> bool {
+        self.0.iter().zip(&other.0).any(|(one, two)| one & two != 0)
+    }
+
+    /// Those that are in both.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        Self(self.0.iter().zip(&other.0).map(|(a, b)| a & b).collect())
+    }
+
+    /// Its kinds, in order.
+    pub fn iter(&self) -> impl Iterator<Item = KindId> + '_ {
+        self.0.iter().enumerate().flat_map(|(at, word)| {
+            let word = *word;
+            (0..64)
+                .filter(move |bit| word >> bit & 1 == 1)
+                .map(move |bit| KindId(at * 64 + bit))
+        })
+    }
+}
+
+impl FromIterator<KindId> for KindSet {
+    fn from_iter<I: IntoIterator<Item = KindId>>(kinds: I) -> Self {
+        let mut set = Self::default();
+        for kind in kinds {
+            set.insert(kind);
+        }
+        set
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+struct Kind {
+    traits: Traits,
+    workers: usize,
+    /// Kinds of decode worker that go with a prefill worker of this one.
+    decodes: KindSet,
+}
+
+/// The kinds of worker that there are. Who goes with whom is worked out when one comes, and not for
+/// each request. As many as workers at most: the number of one that went is given again.
+#[derive(Debug)]
+pub struct Kinds(Vec<Kind>);
+
+impl Default for Kinds {
+    fn default() -> Self {
+        let mut silent = Kind::default();
+        silent.decodes.insert(KindId::SILENT);
+        Self(vec![silent])
+    }
+}
+
+impl Kinds {
+    /// A worker comes. Each is followed by one [`Kinds::leave`].
+    pub fn enter(&mut self, traits: &Traits) -> KindId {
+        let known = self.0.iter().position(|kind| kind.traits == *traits);
+        let at = known.unwrap_or_else(|| self.place(traits.clone()));
+        self.0[at].workers += 1;
+        KindId(at)
+    }
+
+    fn place(&mut self, traits: Traits) -> usize {
+        let free = (1..self.0.len()).find(|at| self.0[*at].workers == 0);
+        let at = free.unwrap_or_else(|| {
+            self.0.push(Kind::default());
+            self.0.len() - 1
+        });
+        self.0[at].traits = traits;
+        self.0[at].decodes = KindSet::default();
+        for other in 0..self.0.len() {
+            for (prefill, decode) in [(at, other), (other, at)] {
+                let unlike = self.0[prefill].traits.unlike(&self.0[decode].traits);
+                match unlike {
+                    None => self.0[prefill].decodes.insert(KindId(decode)),
+                    Some(_) => self.0[prefill].decodes.remove(KindId(decode)),
+                }
+            }
+        }
+        at
+    }
+
+    /// A worker of this kind has gone.
+    pub fn leave(&mut self, kind: KindId) {
+        let known = &mut self.0[kind.0];
+        debug_assert!(known.workers > 0, "each that comes goes once");
+        known.workers = known.workers.saturating_sub(1);
+        if known.workers == 0 && kind != KindId::SILENT {
+            // Not found again under this number: another kind may get it.
+            known.traits = Traits::default();
+        }
+    }
+
+    /// What workers of a kind tell.
+    pub fn traits(&self, kind: KindId) -> &Traits {
+        &self.0[kind.0].traits
+    }
+
+    /// The kinds of decode worker that go with a prefill worker of this kind.
+    pub fn decodes(&self, prefill: KindId) -> &KindSet {
+        &self.0[prefill.0].decodes
+    }
+
+    /// Those of `decodes` that go with a prefill worker that tells `prefill`, which may have gone.
+    pub fn going_with(&self, prefill: &Traits, decodes: &KindSet) -> KindSet {
+        let goes = |kind: &KindId| prefill.unlike(self.traits(*kind)).is_none();
+        decodes.iter().filter(goes).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

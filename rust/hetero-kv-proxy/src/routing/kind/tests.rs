@@ -1,0 +1,127 @@
+use super::*;
+use proptest::prelude::*;
+
+fn told(fields: &[(Field, &str)]) -> Traits {
+    fields
+        .iter()
+        .fold(Traits::default(), |traits, (field, value)| {
+            traits.with(*field, value)
+        })
+}
+
+#[test]
+fn a_field_that_both_tell_and_differ_in_keeps_a_pair_apart() {
+    for field in Field::ALL {
+        let (one, other) = match field {
+            Field::Control => (LOOPBACK, NETWORK),
+            Field::Model
+            | Field::Revision
+            | Field::Dtype
+            | Field::KvHeads
+            | Field::Layout
+            | Field::Mode => ("one", "other"),
+        };
+        let prefill = told(&[(field, one)]);
+        let unlike = prefill.unlike(&told(&[(field, other)])).expect("no pair");
+        assert_eq!(
+            (unlike.field, &*unlike.prefill, &*unlike.decode),
+            (field, one, other)
+        );
+        assert_eq!(prefill.unlike(&told(&[(field, one)])), None);
+        // What one side does not tell may be anything.
+        assert_eq!(prefill.unlike(&Traits::default()), None);
+        assert_eq!(Traits::default().unlike(&prefill), None);
+    }
+    // Decode dials prefill, and not the other way.
+    let (near, far) = (
+        told(&[(Field::Control, LOOPBACK)]),
+        told(&[(Field::Control, NETWORK)]),
+    );
+    assert_eq!(far.unlike(&near), None);
+}
+
+#[test]
+fn a_model_has_all_of_its_names_and_no_part_of_one() {
+    let traits = told(&[(Field::Model, "org/base|alias|lora-a")]);
+    for name in ["org/base", "alias", "lora-a"] {
+        assert_eq!(traits.serves(name), Some(true), "{name}");
+    }
+    for name in ["org", "base|alias", "", "lora"] {
+        assert_eq!(traits.serves(name), Some(false), "{name}");
+    }
+    assert_eq!(Traits::default().serves("any"), None);
+}
+
+fn some_traits() -> impl Strategy<Value = Traits> {
+    let value = |names: [&'static str; 3]| {
+        prop::option::of(prop::sample::select(names.to_vec()).prop_map(str::to_owned))
+    };
+    let fields = (
+        value(["m", "n", "o"]),
+        value(["r", "s", "t"]),
+        prop::option::of(prop::bool::ANY),
+    );
+    fields.prop_map(|(model, revision, near)| {
+        let mut traits = Traits::default();
+        if let Some(model) = model {
+            traits = traits.with(Field::Model, &model);
+        }
+        if let Some(revision) = revision {
+            traits = traits.with(Field::Revision, &revision);
+        }
+        if let Some(near) = near {
+            traits = traits.with(Field::Control, if near { LOOPBACK } else { NETWORK });
+        }
+        traits
+    })
+}
+
+proptest! {
+    /// Whoever comes and goes: who goes with whom is what their fields say, and there are never more
+    /// kinds than workers.
+    #[test]
+    fn kinds_say_what_the_fields_say(steps in prop::collection::vec((some_traits(), any::<prop::sample::Index>(), prop::bool::ANY), 1..60)) {
+        let mut kinds = Kinds::default();
+        let mut here: Vec<(KindId, Traits)> = Vec::new();
+        let mut most = 0;
+        for (traits, leaver, leaves) in steps {
+            if leaves && !here.is_empty() {
+                let (kind, _) = here.swap_remove(leaver.index(here.len()));
+                kinds.leave(kind);
+            } else {
+                here.push((kinds.enter(&traits), traits));
+            }
+            most = most.max(here.len());
+            let all: KindSet = here.iter().map(|(kind, _)| *kind).collect();
+            for (prefill, own) in &here {
+                prop_assert_eq!(kinds.traits(*prefill), own);
+                for (decode, other) in &here {
+                    let goes = own.unlike(other).is_none();
+                    prop_assert_eq!(kinds.decodes(*prefill).contains(*decode), goes);
+                    prop_assert_eq!(kinds.going_with(own, &all).contains(*decode), goes);
+                    prop_assert_eq!(prefill == decode, own == other);
+                }
+            }
+        }
+        prop_assert!(kinds.0.len() <= most + 1);
+    }
+}
+
+#[test]
+fn sets_hold_what_was_put_in() {
+    let of = |kinds: &[usize]| -> KindSet { kinds.iter().map(|kind| KindId(*kind)).collect() };
+    let mut set = of(&[0, 63, 64, 200]);
+    set.remove(KindId(63));
+    set.remove(KindId(900));
+    let inside: Vec<usize> = set.iter().map(|kind| kind.0).collect();
+    assert_eq!(inside, [0, 64, 200]);
+    assert!(set.contains(KindId(64)) && !set.contains(KindId(63)) && !set.contains(KindId(900)));
+    assert!(set.meets(&of(&[64])) && !set.meets(&of(&[1, 65])));
+    let both: Vec<usize> = set
+        .and(&of(&[1, 64, 900]))
+        .iter()
+        .map(|kind| kind.0)
+        .collect();
+    assert_eq!(both, [64]);
+    assert!(of(&[]).is_empty() && set.and(&of(&[5])).is_empty() && !set.is_empty());
+}
