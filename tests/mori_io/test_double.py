@@ -36,4 +36,4 @@ def test_the_double_refuses_what_a_device_refuses(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^ok ", done.stdout, re.MULTILINE)) == 33, done.stdout
+    assert len(re.findall(r"^ok ", done.stdout, re.MULTILINE)) == 41, done.stdout

@@ -22,7 +22,7 @@ enum { BYTES = 1 << 20, DEPTH = 64 };
 // What one side tells the other.
 struct card {
   union ibv_gid gid;
-  uint32_t qp, rkey, read_only, bytes_key;
+  uint32_t qp, rkey, read_only, narrowed;
   uint64_t address;
 };
 
@@ -84,10 +84,14 @@ static void open_side(struct side *side) {
   side->memory = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   side->mr = ibv_reg_mr(side->pd, side->memory, BYTES, access_all());
   side->read_only = ibv_reg_mr(side->pd, side->memory, 4096, IBV_ACCESS_REMOTE_READ);
-  need(side->mr != NULL && side->read_only != NULL, "regions");
+  hkv_verbs_inject("rights=readonly");
+  struct ibv_mr *narrowed = ibv_reg_mr(side->pd, side->memory, 4096, access_all());
+  hkv_verbs_inject("");
+  need(side->mr != NULL && side->read_only != NULL && narrowed != NULL, "regions");
   ibv_query_gid(side->context, 1, 1, &side->mine.gid);
   side->mine.rkey = side->mr->rkey;
   side->mine.read_only = side->read_only->rkey;
+  side->mine.narrowed = narrowed->rkey;
   side->mine.address = (uint64_t)(uintptr_t)side->memory;
   new_qp(side);
 }
@@ -135,6 +139,13 @@ static int post(struct side *side, enum ibv_wr_opcode opcode, uint32_t lkey, uin
       .imm_data = 77, .wr.rdma = {remote, rkey}};
   struct ibv_send_wr *bad;
   return ibv_post_send(side->qp, &wr, &bad);
+}
+
+static enum ibv_wc_status write_to(struct side *side, uint32_t lkey, uint32_t rkey, uint64_t remote,
+                                   uint32_t bytes) {
+  need(post(side, IBV_WR_RDMA_WRITE, lkey, side->mine.address, rkey, remote, bytes) == 0,
+       "post a write");
+  return wait_for(side).status;
 }
 
 static enum ibv_wc_status read_from(struct side *side, uint32_t lkey, uint32_t rkey, uint64_t remote,
@@ -301,8 +312,34 @@ int main(void) {
   }
 
   memset(side.memory, 0x33, 64);
-  post(&side, IBV_WR_RDMA_WRITE, lkey, side.mine.address, there->read_only, there->address, 8);
-  check(wait_for(&side).status == IBV_WC_REM_ACCESS_ERR, "a write to a region that is read only");
+  struct {
+    uint32_t lkey, rkey;
+    uint64_t remote;
+    enum ibv_wc_status status;
+    const char *what;
+  } wrong_writes[] = {
+      {lkey, there->read_only, there->address, IBV_WC_REM_ACCESS_ERR, "a write to a region that is read only"},
+      {lkey, there->narrowed, there->address, IBV_WC_REM_ACCESS_ERR, "a write to a region whose right was taken away"},
+      {lkey, there->rkey, there->address + BYTES - 63, IBV_WC_REM_ACCESS_ERR, "a write beyond the region"},
+      {lkey, there->rkey, there->address - 1, IBV_WC_REM_ACCESS_ERR, "a write before the region"},
+      {lkey, there->rkey + 256 * 9, there->address, IBV_WC_REM_ACCESS_ERR, "a write by a key that is none"},
+      {lkey, there->rkey + 1, there->address, IBV_WC_REM_ACCESS_ERR, "a write by the key of another registration"},
+      {lkey + 256 * 9, there->rkey, there->address, IBV_WC_LOC_PROT_ERR, "a write by a local key that is none"},
+  };
+  for (size_t i = 0; i < sizeof wrong_writes / sizeof *wrong_writes; i++) {
+    enum ibv_wc_status status =
+        write_to(&side, wrong_writes[i].lkey, wrong_writes[i].rkey, wrong_writes[i].remote, 64);
+    check(status == wrong_writes[i].status, wrong_writes[i].what);
+    renew(&side, peer);
+  }
+  bool untouched = read_from(&side, lkey, there->rkey, there->address, 64) == IBV_WC_SUCCESS;
+  for (int i = 0; i < 64; i++) untouched = untouched && side.memory[BYTES / 2 + i] == (uint8_t)(i * 7);
+  check(untouched, "none of them wrote a byte");
+  hkv_verbs_inject("write=access:after=1");
+  check(write_to(&side, lkey, there->rkey, there->address + 512, 64) == IBV_WC_SUCCESS &&
+            write_to(&side, lkey, there->rkey, there->address + 1024, 64) == IBV_WC_REM_ACCESS_ERR,
+        "a write fails on demand");
+  hkv_verbs_inject("");
   renew(&side, peer);
   post(&side, IBV_WR_RDMA_WRITE, lkey, side.mine.address, there->rkey, there->address + 512, 64);
   check(wait_for(&side).status == IBV_WC_SUCCESS, "a write");

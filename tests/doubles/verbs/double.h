@@ -181,6 +181,8 @@ void count_post(void);
 void count_work(uint64_t bytes);
 int fault_of_post(void);
 int fault_of_region(void);
+// Whether the region being registered is not to be written by peers, whatever was asked for.
+bool is_read_only(void);
 // A completion status to give instead of carrying the request out, or NO_FAULT.
 int fault_of_work(enum ibv_wr_opcode opcode);
 void hold_back(uint64_t bytes);

@@ -141,6 +141,7 @@ struct ibv_mr *register_region(struct ibv_pd *pd, void *address, size_t bytes, i
     errno = EINVAL;
     return NULL;
   }
+  if (is_read_only()) access &= ~(IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
   struct ibv_mr *mr = calloc(1, sizeof *mr);
   if (mr == NULL) return NULL;
   pthread_rwlock_wrlock(&regions_lock);
