@@ -8,6 +8,11 @@ use hetero_kv_proxy::cli::{Cli, Command, Invocation};
 use hetero_kv_proxy::config::{Config, LogFormat};
 use hetero_kv_proxy::run;
 
+/// Requests are many small allocations that are freed soon; what a burst took goes back to the
+/// system.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Serve(invocation) => with_config(*invocation, serve),
@@ -50,10 +55,19 @@ fn block_on(threads: usize, tool: impl Future<Output = anyhow::Result<bool>>) ->
     }
 }
 
-/// `threads` of 0 is one for each core.
+/// `threads` of 0 is one for each core that this process may use.
 fn runtime(threads: usize) -> anyhow::Result<tokio::runtime::Runtime> {
-    let mut builder = tokio::runtime::Builder::new_multi_thread();
-    if threads > 0 {
+    use std::thread::available_parallelism;
+    let threads = match threads {
+        0 => available_parallelism().map_or(1, std::num::NonZero::get),
+        some => some,
+    };
+    // One thread alone needs no queues that others could take from.
+    let mut builder = match threads {
+        1 => tokio::runtime::Builder::new_current_thread(),
+        _ => tokio::runtime::Builder::new_multi_thread(),
+    };
+    if threads > 1 {
         builder.worker_threads(threads);
     }
     Ok(builder.enable_all().build()?)
