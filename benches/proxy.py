@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -48,6 +49,7 @@ MANY_FLAGS = ("--requests-max", "16384", "--pool-idle-max", "64")
 # How long memory is given to go back to the system, and how much of a peak may stay.
 REST_S = 12.0
 OURS, NGINX, LUA, ROUTER, DIRECT = "ours", "nginx one leg", "nginx+Lua", "vllm-router", "direct"
+BY_HAND = ("smg", "sglang-router")
 WINDOW_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 30
 
@@ -222,9 +224,11 @@ def proxies_before(
     }
     if arguments.no_vllm_router:
         del makers[ROUTER]
+    for name in arguments.peer:
+        makers[name] = functools.partial(proxies.by_hand, name, behind, folder, cpus)
     found = {}
     for name, make in makers.items():
-        if name not in wanted:
+        if name not in wanted and name not in arguments.peer:
             continue
         try:
             proxy = make()
@@ -283,7 +287,7 @@ def shown(values: Sequence[float | None], form: str) -> str:
 def report(chosen: Sequence[Case], results: Results) -> bool:
     """Prints the tables; whether each bar holds that could be judged."""
     holds = True
-    names = [OURS, NGINX, LUA, ROUTER, DIRECT]
+    names = [OURS, NGINX, LUA, ROUTER, *BY_HAND, DIRECT]
     present = [name for name in names if any(key[1] == name for key in results)]
     print("| case | " + " | ".join(present) + " |")
     print("|---|" + "---|" * len(present))
@@ -304,7 +308,7 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
     print("|---|---|---|---|---|")
     for case in chosen:
         ours = results.get((case.name, OURS), [])
-        for name in (NGINX, LUA, ROUTER, DIRECT):
+        for name in (NGINX, LUA, ROUTER, *BY_HAND, DIRECT):
             theirs = results.get((case.name, name), [])
             pairs = [(figure(case, a), figure(case, b)) for a, b in zip(ours, theirs, strict=False)]
             ratios = [a / b for a, b in pairs if a is not None and b]
@@ -398,6 +402,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", action="append", help="only cases whose name holds this text")
     parser.add_argument("--lua-root", type=Path, help="where nginx's Lua packages are unpacked")
     parser.add_argument("--no-vllm-router", action="store_true", help="do without; nothing is got")
+    parser.add_argument(
+        "--peer", action="append", default=[], choices=BY_HAND, help="beside them too, by hand"
+    )
     parser.add_argument("--no-pin", action="store_true", help="let all use every processor")
     parser.add_argument("--json", type=Path, help="every window's result, to this file")
     arguments = parser.parse_args(argv)

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 VLLM_ROUTER_PIN = "vllm-router==0.1.17"
+SMG_PIN = "smg==1.13.0"
+SGLANG_ROUTER_PIN = "sglang-router==0.3.2"
 NIXL_PIN = "nixl-cu12==1.5.1"
 # What vLLM imports: a package that takes the build for the CUDA that torch was built for. Both
 # import on a host without CUDA.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peer_wheels import VLLM_ROUTER_PIN, WheelError, unpacked
+from peer_wheels import SGLANG_ROUTER_PIN, SMG_PIN, VLLM_ROUTER_PIN, WheelError, unpacked
 
 from hetero_kv.demo.engines import HOST, free_port, http_get
 from hetero_kv.demo.processes import GuardedProcess
@@ -265,6 +265,26 @@ def vllm_router(behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
     except WheelError as error:
         raise MissingError(str(error)) from error
     return served("vllm-router", pinned(cpus, command), port, folder, env)
+
+
+def by_hand(name: str, behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
+    """`smg` or `sglang-router`: two legs to workers given by flags, without a KV handle."""
+    port, metrics_port = free_port(), free_port()
+    pin, module = {
+        "smg": (SMG_PIN, ["smg", "launch", "--backend", "vllm", "--log-level", "error"]),
+        "sglang-router": (SGLANG_ROUTER_PIN, ["sglang_router.launch_router"]),
+    }[name]
+    command = [sys.executable, "-m", *module, "--pd-disaggregation", "--policy", "round_robin"]
+    command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics_port)]
+    for url in behind.prefill:
+        command += ["--prefill", url]
+    for url in behind.decode:
+        command += ["--decode", url]
+    try:
+        env = {"PYTHONPATH": str(unpacked(pin, dependencies=True))}
+    except WheelError as error:
+        raise MissingError(str(error)) from error
+    return served(name, pinned(cpus, command), port, folder, env)
 
 
 def served(
