@@ -83,7 +83,8 @@ impl Breaker {
 
     /// A leg that began at `began_ms` failed.
     pub fn on_failed(&mut self, rules: &BreakerRules, fault: LegFault, began_ms: u64, now_ms: u64) {
-        let served_since = self.served_ms.is_some_and(|served| served >= began_ms);
+        // Within one millisecond a leg may follow another, and then it was not served since.
+        let served_since = self.served_ms.is_some_and(|served| served > began_ms);
         let same_moment = self.failed_ms.is_some_and(|failed| failed > began_ms);
         if served_since || same_moment {
             return;
