@@ -66,6 +66,7 @@ fn ask(key: &RequestKey) -> Ask<'_> {
     Ask {
         key,
         avoid: &[],
+        shun: &[],
         among: None,
         now_ms: 0,
     }

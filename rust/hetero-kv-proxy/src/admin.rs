@@ -119,6 +119,15 @@ pub struct WorkerView {
     expires_in_ms: Option<u64>,
     /// What it tells of itself.
     told: BTreeMap<String, String>,
+    /// With whom it is not paired for a time.
+    avoided_with: Vec<AvoidedWith>,
+}
+
+/// An engine of the other role with which one is not paired for a time.
+#[derive(Serialize)]
+pub struct AvoidedWith {
+    id: String,
+    for_ms: u64,
 }
 
 /// What a worker tells, by the fields of its registration.
@@ -138,7 +147,7 @@ fn told(worker: &Worker) -> BTreeMap<String, String> {
     told.collect()
 }
 
-fn worker_view(instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerView {
+fn worker_view(app: &App, instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerView {
     let registration = &instance.registration;
     WorkerView {
         id: instance.id(),
@@ -163,6 +172,11 @@ fn worker_view(instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerVi
         },
         engine_id: instance.engine_id(),
         expires_in_ms: instance.expires_in_ms(now_ms),
+        avoided_with: app
+            .avoided_pairs(instance)
+            .into_iter()
+            .map(|(id, for_ms)| AvoidedWith { id, for_ms })
+            .collect(),
         told: told(&instance.worker),
     }
 }
@@ -172,7 +186,7 @@ pub fn worker(app: &App, instance: &Instance) -> Option<WorkerView> {
     let views = app.view(instance.role);
     let mut views = views.into_iter();
     let view = views.find(|view| view.index == instance.index)?;
-    Some(worker_view(instance, view, app.now_ms()))
+    Some(worker_view(app, instance, view, app.now_ms()))
 }
 
 /// The engines as a JSON list, prefill first, in the order of their ids.
@@ -182,7 +196,7 @@ pub fn workers(app: &App) -> Answer {
     for role in ROLES {
         let (instances, all) = app.snapshot_with_view(role);
         let pairs = instances.iter().zip(all);
-        views.extend(pairs.map(|(instance, view)| worker_view(instance, view, now_ms)));
+        views.extend(pairs.map(|(instance, view)| worker_view(app, instance, view, now_ms)));
     }
     json(StatusCode::OK, &views)
 }

@@ -18,8 +18,8 @@ use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels}
 use crate::openai::error::ApiError;
 use crate::probe;
 use crate::routing::{
-    BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, Kinds, LegFault, Pool,
-    Role, SlotId, Standing, Traits,
+    BadPairs, BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, Kinds, LegFault,
+    Pool, Role, SlotId, Standing, Traits,
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -69,6 +69,8 @@ pub struct App {
     /// What workers tell of themselves. Locked behind the sides, or alone.
     pub(crate) kinds: Mutex<Kinds>,
     start: Instant,
+    /// Pairs of engines that are avoided. Locked behind all others, or alone.
+    pub(crate) bad_pairs: Mutex<BadPairs>,
     prefill: Mutex<Side>,
     decode: Mutex<Side>,
 }
@@ -118,6 +120,7 @@ impl App {
             told: AtomicBool::new(false),
             kinds: Mutex::default(),
             start: Instant::now(),
+            bad_pairs: Mutex::default(),
             config,
         });
         for (role, workers) in [
@@ -239,6 +242,7 @@ impl App {
                 });
             }
         }
+        lock(&self.bad_pairs).forget(instance.role, instance.index);
         instance.gone.cancel();
         tracing::info!(id = instance.id(), url = &*instance.label, "worker removed");
     }

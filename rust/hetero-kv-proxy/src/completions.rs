@@ -258,7 +258,7 @@ async fn decode_leg(
     leg: impl Fn(&SlotLease) -> Option<Leg>,
 ) -> Result<(upstream::Answer, SlotLease), Failure> {
     let has_handle = prefilled.is_some();
-    let peer = prefilled.map(|instance| &instance.worker.traits);
+    let peer = prefilled;
     let mut refusal = Refusal::default();
     let tries = async {
         let mut next = Attempt::default();
@@ -339,7 +339,7 @@ async fn prefill_tries(
             Some(lease) => lease,
             None => {
                 let tried = flow.tried(Role::Prefill);
-                let peer = decode.as_ref().map(|lease| &lease.instance().worker.traits);
+                let peer = decode.as_ref().map(|lease| &**lease.instance());
                 call.slot(Role::Prefill, tried, peer).await?
             }
         };
@@ -457,6 +457,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     Ok(match has_handle {
         true => DecodeHead {
             kept: Some(kept),
+            source: Some(Arc::clone(&prefill_instance)),
             ..DecodeHead::claiming(answer, lease)
         },
         false => DecodeHead::alone(answer, lease),

@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::DropGuard;
 
 use crate::app::App;
+use crate::instance::Instance;
 use crate::lease::{KeptBlocks, SlotLease};
 use crate::upstream::{Answer, Written};
 
@@ -40,6 +41,8 @@ pub struct DecodeHead {
     pub claims_blocks: bool,
     /// What prefill keeps for this leg, until the body's first byte.
     pub kept: Option<KeptBlocks>,
+    /// The instance whose KV this leg reads or is given.
+    pub source: Option<Arc<Instance>>,
     /// Closes a prefill leg that still runs, when dropped.
     pub prefill: Option<DropGuard>,
 }
@@ -53,6 +56,7 @@ impl DecodeHead {
             early: None,
             claims_blocks: false,
             kept: None,
+            source: None,
             prefill: None,
         }
     }

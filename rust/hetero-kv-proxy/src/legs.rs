@@ -12,6 +12,7 @@ use crate::app::App;
 use crate::bootstrap;
 use crate::connectors::{Leg, Slot};
 use crate::headers;
+use crate::instance::Instance;
 use crate::lease::SlotLease;
 use crate::metrics::RoleLabels;
 use crate::openai::Route;
@@ -19,7 +20,7 @@ use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::routing::policy::RequestKey;
 use crate::routing::{
-    AfterFailure, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role, Traits,
+    AfterFailure, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role,
 };
 use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
@@ -99,12 +100,12 @@ impl Call {
     }
 
     /// Takes a slot for another leg of a request that has begun; where the other leg has its worker,
-    /// which tells `peer`, one that goes with it.
+    /// `peer`, one that goes with it.
     pub(crate) async fn slot(
         &self,
         role: Role,
         avoid: &[InstanceIndex],
-        peer: Option<&Traits>,
+        peer: Option<&Instance>,
     ) -> Result<SlotLease, Failure> {
         let choice = Some(Choice::Any { avoid });
         let taken = match role {
@@ -118,16 +119,17 @@ impl Call {
         &self,
         prefill: Option<Choice<'_>>,
         decode: Option<Choice<'_>>,
-        peer: Option<&Traits>,
+        peer: Option<&Instance>,
         begun: Begun,
     ) -> Result<Slots, Refused> {
         let want = Want {
             prefill,
             decode,
+            partner: peer.map(|peer| peer.index),
             key: &self.key,
             bound: Bound {
                 model: self.model.as_deref(),
-                peer,
+                peer: peer.map(|peer| &peer.worker.traits),
             },
         };
         let app = &self.app;

@@ -11,6 +11,7 @@ mod admit;
 pub mod answer;
 pub mod app;
 pub mod auth;
+mod bad_pairs;
 pub mod bench;
 mod bootstrap;
 pub mod cli;

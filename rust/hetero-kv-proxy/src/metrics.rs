@@ -137,6 +137,8 @@ pub struct Metrics {
     pub stream_breaks: Family<ReasonLabels, Counter>,
     /// Instances that were kept out because their legs failed.
     pub breaker_opens: Family<RoleLabels, Counter>,
+    /// Pairs of engines that were avoided because KV did not get over.
+    pub pair_quarantines: Counter,
     /// Requests that wait for room; set when scraped.
     pub queue_length: Family<WaitLabels, Gauge>,
     /// How long those waited that then found room.
@@ -167,6 +169,7 @@ impl Default for Metrics {
             batch_prompts: Counter::default(),
             stream_breaks: Family::default(),
             breaker_opens: Family::default(),
+            pair_quarantines: Counter::default(),
             queue_length: Family::default(),
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
@@ -233,6 +236,11 @@ impl Default for Metrics {
             "breaker_opens",
             "Times that an instance was kept out because its legs failed",
             new.breaker_opens.clone(),
+        );
+        r.register(
+            "pair_quarantines",
+            "Times that a pair of engines was avoided because KV did not get over",
+            new.pair_quarantines.clone(),
         );
         r.register(
             "queue_length",

@@ -117,6 +117,7 @@ async fn one_slot(
     let want = Want {
         prefill: None,
         decode: Some(choice),
+        partner: None,
         key: &RequestKey::default(),
         bound: Bound::default(),
     };

@@ -30,6 +30,8 @@ pub struct Want<'a> {
     pub prefill: Option<Choice<'a>>,
     /// Of the decode leg.
     pub decode: Option<Choice<'a>>,
+    /// The instance that the other leg has already.
+    pub partner: Option<InstanceIndex>,
     /// What the policies go by.
     pub key: &'a RequestKey,
     /// Which workers may serve it.
@@ -105,9 +107,16 @@ impl App {
             instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked))
         };
         let mut slots = Slots::default();
+        let mut partner = want.partner;
         if let Some((choice, side)) = &mut prefill {
             let among = fit.as_ref().map(|fit| &fit.prefill);
-            let picked = this.pick(&mut side.pool, *choice, among)?;
+            let others = || match &decode {
+                Some(decode) => decode.pool.routable(),
+                None => self.routable(Role::Decode),
+            };
+            let shun = self.shunned(Role::Prefill, want.partner, others);
+            let picked = this.pick(&mut side.pool, *choice, among, &shun)?;
+            partner = Some(picked.instance);
             if let (Some(kinds), Some(fit)) = (&kinds, &mut fit) {
                 let kind = side.pool.kind(picked.instance).unwrap_or_default();
                 fit.decode = fit.decode_for(kinds, kind);
@@ -116,18 +125,29 @@ impl App {
         }
         if let (Some(choice), Some(side)) = (want.decode, &mut decode) {
             let among = fit.as_ref().map(|fit| &fit.decode);
-            let picked = this.pick(&mut side.pool, choice, among)?;
-            slots.decode = lease(side, picked);
+            let shun = self.shunned(Role::Decode, partner, Vec::new);
+            let mut picked = this.pick(&mut side.pool, choice, among, &shun);
+            if slots.prefill.is_some() && picked == Err(NoSlot::Full) {
+                // There is room, if only at an instance that is shunned.
+                picked = this.pick(&mut side.pool, choice, among, &[]);
+            }
+            slots.decode = lease(side, picked?);
         }
         Ok(slots)
     }
 }
 
 impl Try<'_> {
-    fn ask<'a>(&'a self, avoid: &'a [InstanceIndex], among: Option<&'a KindSet>) -> Ask<'a> {
+    fn ask<'a>(
+        &'a self,
+        avoid: &'a [InstanceIndex],
+        shun: &'a [InstanceIndex],
+        among: Option<&'a KindSet>,
+    ) -> Ask<'a> {
         Ask {
             key: self.want.key,
             avoid,
+            shun,
             among,
             now_ms: self.now_ms,
         }
@@ -140,7 +160,7 @@ impl Try<'_> {
         among: Option<&KindSet>,
     ) -> Result<(), NoSlot> {
         match choice {
-            Choice::Any { avoid } => pool.room(&self.ask(avoid, among)),
+            Choice::Any { avoid } => pool.room(&self.ask(avoid, &[], among)),
             Choice::At(instance) => pool.room_at(instance),
         }
     }
@@ -150,9 +170,10 @@ impl Try<'_> {
         pool: &mut Pool,
         choice: Choice<'_>,
         among: Option<&KindSet>,
+        shun: &[InstanceIndex],
     ) -> Result<Picked, NoSlot> {
         match choice {
-            Choice::Any { avoid } => pool.pick(&self.ask(avoid, among)),
+            Choice::Any { avoid } => pool.pick(&self.ask(avoid, shun, among)),
             Choice::At(instance) => pool.pick_at(instance, self.now_ms),
         }
     }

@@ -16,7 +16,7 @@ use crate::app::App;
 use crate::completions::Begun;
 use crate::handover::{DecodeHead, settle_stream};
 use crate::metrics::ReasonLabels;
-use crate::openai::error::ApiError;
+use crate::openai::error::{self, ApiError};
 use crate::openai::sse::{self, Tail};
 use crate::routing::LegFault;
 use crate::running::Running;
@@ -234,20 +234,47 @@ impl DecodeStream {
         }
         if !self.any_chunk {
             self.any_chunk = true;
+            self.judge(chunk);
             // Decode has read its KV.
             if let Some(live) = &mut self.live {
                 live.decode.kept = None;
-                let failed = self.events.is_some() && sse::is_failure(chunk);
-                if failed {
-                    live.decode.lease.note_failed(LegFault::Failed);
-                } else if live.decode.answer.head.status.is_success() {
-                    live.decode.lease.note_served();
-                }
             }
         }
     }
 
+    /// What the first bytes of the body say of the engine, and of the pair that moved its KV.
+    fn judge(&self, first: &[u8]) {
+        let Some(live) = &self.live else {
+            return;
+        };
+        let DecodeHead {
+            answer,
+            lease,
+            source,
+            ..
+        } = &live.decode;
+        let status = answer.head.status;
+        let broke = self.events.is_some() && sse::is_failure(first);
+        if broke {
+            lease.note_failed(LegFault::Failed);
+        } else if status.is_success() {
+            lease.note_served();
+            self.app
+                .note_pair_served(source.as_deref(), lease.instance());
+        }
+        let names_kv = (broke || status.is_server_error()) && error::names_kv(first);
+        // Gateways answer 502 to 504 for what has nothing to do with KV.
+        let failed = broke || names_kv || status == StatusCode::INTERNAL_SERVER_ERROR;
+        if let (true, Some(source)) = (failed, source) {
+            self.app
+                .note_pair_failed(source, lease.instance(), names_kv);
+        }
+    }
+
     fn complete(&mut self) {
+        if !self.any_chunk {
+            self.judge(b"");
+        }
         if let Some(live) = self.live.take() {
             if let Some(prefill) = live.decode.prefill {
                 together::close_later(&self.app, prefill);

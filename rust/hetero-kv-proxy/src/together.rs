@@ -71,6 +71,7 @@ pub(crate) async fn both_legs(
 
         let running = leaving.child_token();
         let stop = running.clone();
+        let source = Arc::clone(prefill_lease.instance());
         let prefill = spawn(&call, prefill_lease, prefill_leg, prefill_next.fresh, stop);
         let running = running.drop_guard();
         match pair(
@@ -85,6 +86,7 @@ pub(crate) async fn both_legs(
             Ok((answer, early)) => {
                 let passed_on = !answer.head.status.is_success();
                 return Ok(DecodeHead {
+                    source: Some(source),
                     early,
                     // A refused leg is the answer: prefill's is closed now.
                     prefill: (!passed_on).then_some(running),

@@ -1,7 +1,7 @@
 //! Errors in the shape of the OpenAI API.
 
 use bytes::Bytes;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One error that the proxy itself answers with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,4 +58,34 @@ impl ApiError {
         // Strings and a null cannot fail to serialise; an empty body would still carry the status.
         serde_json::to_vec(&envelope).unwrap_or_default().into()
     }
+}
+
+/// Whether an engine's error, plain or as an event, names the KV of the request by its code or type.
+pub fn names_kv(first_bytes: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Told {
+        error: Named,
+    }
+    #[derive(Deserialize)]
+    struct Named {
+        #[serde(default)]
+        code: serde_json::Value,
+        #[serde(default)]
+        r#type: serde_json::Value,
+    }
+    let text = first_bytes.trim_ascii();
+    let json = match text.strip_prefix(b"data:") {
+        Some(event) => event
+            .split(|byte| *byte == b'\n')
+            .next()
+            .unwrap_or_default(),
+        None => text,
+    };
+    let told: Result<Told, _> = serde_json::from_slice(json);
+    told.is_ok_and(|told| {
+        [told.error.code, told.error.r#type]
+            .iter()
+            .filter_map(serde_json::Value::as_str)
+            .any(|name| name.starts_with("kv_") || name.starts_with("lease_"))
+    })
 }

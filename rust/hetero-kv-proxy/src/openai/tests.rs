@@ -786,3 +786,28 @@ fn a_stream_that_begins_with_an_engines_error_is_told_from_a_clients() {
         assert_eq!(super::sse::is_failure(chunk.as_bytes()), failure, "{chunk}");
     }
 }
+
+#[test]
+fn an_error_names_kv_by_its_code_or_type() {
+    for (body, named) in [
+        (
+            r#"{"error":{"message":"x","type":"server_error","code":"lease_gone"}}"#,
+            true,
+        ),
+        (
+            r#"{"error":{"type":"kv_transfer_failed","code":500}}"#,
+            true,
+        ),
+        ("data: {\"error\":{\"code\":\"kv_load\"}}\n\n", true),
+        (
+            r#"{"error":{"message":"kv_transfer lease_gone","code":500}}"#,
+            false,
+        ),
+        (r#"{"error":{"code":"internal"}}"#, false),
+        (r#"{"error":"kv_"}"#, false),
+        ("kv_", false),
+        ("", false),
+    ] {
+        assert_eq!(super::error::names_kv(body.as_bytes()), named, "{body}");
+    }
+}

@@ -3,6 +3,7 @@
 //! Pure: no socket, no clock, no randomness, no async. Time is handed in as milliseconds since a
 //! start of the caller's choice.
 
+mod bad_pairs;
 mod breaker;
 mod flow;
 mod health;
@@ -15,6 +16,7 @@ mod registry;
 #[cfg(test)]
 mod tests;
 
+pub use bad_pairs::{AVOID_MS, AVOID_MS_MAX, BadPairs};
 pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
 pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure};
 pub use health::{Health, HealthRules, HealthState};
@@ -35,6 +37,14 @@ pub enum Role {
 }
 
 impl Role {
+    /// The role of the other leg.
+    pub fn other(self) -> Self {
+        match self {
+            Self::Prefill => Self::Decode,
+            Self::Decode => Self::Prefill,
+        }
+    }
+
     /// The word used in metrics, logs and `/workers`.
     pub fn name(self) -> &'static str {
         match self {

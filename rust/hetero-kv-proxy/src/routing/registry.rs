@@ -33,6 +33,8 @@ pub struct Ask<'a> {
     pub key: &'a RequestKey,
     /// Instances that failed the request, the last one last.
     pub avoid: &'a [InstanceIndex],
+    /// Instances that do not go with the other leg's, see [`super::BadPairs`].
+    pub shun: &'a [InstanceIndex],
     /// Kinds of instance to choose among; `None` is all.
     pub among: Option<&'a KindSet>,
     /// The time.
@@ -313,7 +315,8 @@ impl Pool {
     /// Instances of the best health present share the load. Those to avoid are left out as long as
     /// another exists, and else only the last of them. With every instance unhealthy one is still
     /// tried, where [`Trust`] allows: a wrong verdict must not turn into an outage. An instance of
-    /// lesser health is no substitute for room at a better one.
+    /// lesser health is no substitute for room at a better one. Among those of the best health, the
+    /// shunned are left out as long as there is another.
     ///
     /// # Errors
     /// [`NoSlot`].
@@ -356,12 +359,18 @@ impl Pool {
             .map(|known| known.health.tier(now_ms))
             .min()
             .ok_or(NoSlot::NoEngine(self.role))?;
+        let preferred = |known: &Instance| usable(known) && known.health.tier(now_ms) == best;
+        let others = |known: &Instance| preferred(known) && !ask.shun.contains(&known.index);
+        let shun = match self.instances.iter().any(others) {
+            true => ask.shun,
+            false => &[],
+        };
         self.candidates.clear();
         for (slot, position) in self.slots.iter().zip(0..) {
             let known = &self.instances[slot.at];
             let in_flight = known.in_flight[slot.rank as usize];
-            let tier = known.health.tier(now_ms);
-            if usable(known) && tier == best && in_flight < self.legs_max {
+            let shunned = shun.contains(&known.index);
+            if preferred(known) && !shunned && in_flight < self.legs_max {
                 self.candidates.push(Candidate {
                     slot: position,
                     in_flight,

@@ -21,6 +21,7 @@ fn any_slot(now_ms: u64) -> Ask<'static> {
     Ask {
         key: &NO_KEY,
         avoid: &[],
+        shun: &[],
         among: None,
         now_ms,
     }
@@ -325,6 +326,25 @@ fn those_that_failed_a_request_are_left_out_and_at_last_only_the_last_of_them() 
     assert_eq!(picks(&mut pool, &[1]), [0, 2]);
     assert_eq!(picks(&mut pool, &[1, 0]), [2]);
     assert_eq!(picks(&mut pool, &[1, 0, 2]), [0, 1]);
+}
+
+#[test]
+fn the_shunned_are_left_out_for_others_as_healthy_and_for_no_worse_ones() {
+    let mut pool = pool(PolicyKind::RoundRobin, &[1, 1]).with_legs_max(1);
+    let shun = [InstanceIndex(0)];
+    let ask = Ask {
+        shun: &shun,
+        ..any_slot(0)
+    };
+    for _ in 0..4 {
+        let picked = pool.pick(&ask).expect("slots");
+        assert_eq!(picked.instance, InstanceIndex(1));
+        assert_eq!(pool.room(&ask), Err(NoSlot::Full), "room is waited for");
+        pool.release(picked.slot);
+    }
+    pool.on_connect_failed(InstanceIndex(1));
+    let picked = pool.pick(&ask).expect("slots");
+    assert_eq!(picked.instance, InstanceIndex(0));
 }
 
 #[test]

@@ -33,6 +33,8 @@ pub(crate) enum Script {
     Truncated(&'static str, Framing),
     /// Status, content type, body.
     Answer(u16, &'static str, &'static str),
+    /// As `Decode`, but 500 for transfers that were pinned here: no KV gets over from there.
+    DecodeBut(Blocks),
     /// This status, with `Retry-After: 7`.
     Busy(u16),
     /// Nothing, until the proxy closes.
@@ -391,6 +393,18 @@ async fn perform(
                 200,
                 r#"{"choices":[{"text":"ok"}],"usage":{"completion_tokens":8}}"#,
             )
+        }
+        Script::DecodeBut(elsewhere) => {
+            let id = params["transfer_id"].as_str().unwrap_or_default();
+            if elsewhere.lock().expect("blocks").remove(id) {
+                plain(
+                    500,
+                    r#"{"error":{"message":"Internal server error","code":500}}"#,
+                )
+            } else {
+                free();
+                plain(200, r#"{"choices":[{"text":"ok"}]}"#)
+            }
         }
         Script::Answer(status, kind, body) => typed(status, kind, body),
         Script::Busy(status) => {

@@ -6,6 +6,7 @@
 
 mod admission;
 mod auth;
+mod bad_pairs;
 mod bench;
 mod breakers;
 mod cancel;

@@ -89,6 +89,7 @@ fn prefill_is_chosen_among_those_with_a_partner_and_decode_among_its_partners() 
     let ask = Ask {
         key: &key,
         avoid: &[],
+        shun: &[],
         among: Some(&fit.prefill),
         now_ms: 0,
     };

@@ -14,7 +14,11 @@ pub struct RoundRobin {
 impl Policy for RoundRobin {
     fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
         let chosen = self.turn % candidates.len();
-        self.turn = self.turn.wrapping_add(1);
+        // Where there is no choice no turn is used up: with every other request bound to one slot,
+        // the rest would always meet the same one.
+        if candidates.len() > 1 {
+            self.turn = self.turn.wrapping_add(1);
+        }
         chosen
     }
 }
