@@ -722,9 +722,7 @@ proptest! {
     fn the_fast_look_agrees_with_the_parser(
         members in prop::collection::vec(
             ("[a-c\"\\\\é]{0,3}", value(), space(), space()), 0..5),
-        faults in prop::collection::vec(
-            (any::<prop::sample::Index>(), prop::sample::select(b"{}[]\",:\\ \n\x01-+.0e1tfnu".to_vec())),
-            0..3),
+        fault in prop::sample::select(b"{}[]\",:\\ \n\x01-+.0e1tfnu".to_vec()),
         cut in any::<prop::sample::Index>(),
     ) {
         let parts = members.iter().map(|(name, value, before, after)| {
@@ -732,23 +730,17 @@ proptest! {
         });
         let parts: Vec<String> = parts.collect();
         let whole = format!(" {{{}}} ", parts.join(","));
-        let parser = Object::by_parser(&whole).expect("generated JSON");
-        prop_assert_eq!(fast(&whole), Some(parser));
-
-        let mut broken = whole.clone().into_bytes();
-        for (at, byte) in &faults {
-            let at = at.index(broken.len());
-            broken[at] = *byte;
-        }
-        broken.truncate(cut.index(broken.len() + 1));
-        for broken in [&broken, &whole.as_bytes()[..cut.index(whole.len())].to_vec()] {
-            if let Ok(broken) = std::str::from_utf8(broken)
-                && let Some(found) = fast(broken)
-            {
-                let parser = Object::by_parser(broken);
-                prop_assert!(parser.is_ok(), "{broken}");
-                prop_assert_eq!(Some(found), parser.ok());
-            }
+        let agrees = |text: &[u8]| {
+            let Ok(text) = std::str::from_utf8(text) else { return Ok(()) };
+            prop_assert_eq!(fast(text), Object::by_parser(text).ok(), "{}", text);
+            Ok(())
+        };
+        agrees(whole.as_bytes())?;
+        agrees(&whole.as_bytes()[..cut.index(whole.len())])?;
+        for at in 0..whole.len() {
+            let mut broken = whole.clone().into_bytes();
+            broken[at] = fault;
+            agrees(&broken)?;
         }
     }
 

@@ -81,6 +81,16 @@ fn a_timeout_while_others_are_served_counts_nothing() {
 }
 
 #[test]
+fn a_failure_right_behind_an_answer_counts() {
+    let mut breaker = Breaker::default();
+    breaker.on_served(7, 7);
+    for _ in 0..3 {
+        breaker.on_failed(&RULES, Failed, 7, 7);
+    }
+    assert_eq!(breaker.phase(7), Phase::Open);
+}
+
+#[test]
 fn a_probe_disproves_that_nobody_can_connect_and_nothing_else() {
     let mut breaker = Breaker::default();
     let at = fail(&mut breaker, Unreachable, 0, 3);
