@@ -27,6 +27,7 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::openai::response::{self, Ended};
+use crate::openai::usage::Cached;
 use crate::random::random_hex;
 use crate::routing::policy::{KeyParts, RequestKey};
 use crate::routing::{AfterPrefill, Flow, FlowRules, LegFault, Role};
@@ -78,6 +79,13 @@ impl Begun {
         let is_events = headers
             .get(header::CONTENT_TYPE)
             .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+        let is_json = headers
+            .get(header::CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"application/json"));
+        let readable = is_events || (is_json && status.is_success());
+        if !readable || headers.contains_key(header::CONTENT_ENCODING) {
+            self.decode.cached = None;
+        }
         let stream = DecodeStream::new(app, self, is_events, record);
         let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
         *answer.status_mut() = status;
@@ -450,6 +458,11 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         }
     }
 
+    // Of several prompts prefill had the first only, and decode's sum is the better one.
+    let cached = match has_handle && !call.request.is_batch() {
+        true => Cached::of_prefill(&body, call.route),
+        false => None,
+    };
     let taken = decode.take();
     let leg = |lease: &SlotLease| leg(Some(lease));
     let with = has_handle.then_some(&*prefill_instance);
@@ -458,6 +471,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         true => DecodeHead {
             kept: Some(kept),
             source: Some(Arc::clone(&prefill_instance)),
+            cached,
             ..DecodeHead::claiming(answer, lease)
         },
         false => DecodeHead::alone(answer, lease),

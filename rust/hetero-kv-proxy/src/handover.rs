@@ -23,6 +23,7 @@ use tokio_util::sync::DropGuard;
 use crate::app::App;
 use crate::instance::Instance;
 use crate::lease::{KeptBlocks, SlotLease};
+use crate::openai::usage::Cached;
 use crate::upstream::{Answer, Written};
 
 /// Longest life of a leg without a client, whatever state it is in.
@@ -43,6 +44,8 @@ pub struct DecodeHead {
     pub kept: Option<KeptBlocks>,
     /// The instance whose KV this leg reads or is given.
     pub source: Option<Arc<Instance>>,
+    /// Prefill's count of cached tokens, to be told in the answer.
+    pub cached: Option<Cached>,
     /// Closes a prefill leg that still runs, when dropped.
     pub prefill: Option<DropGuard>,
 }
@@ -57,6 +60,7 @@ impl DecodeHead {
             claims_blocks: false,
             kept: None,
             source: None,
+            cached: None,
             prefill: None,
         }
     }

@@ -18,6 +18,7 @@ use crate::handover::{DecodeHead, settle_stream};
 use crate::metrics::ReasonLabels;
 use crate::openai::error::{self, ApiError};
 use crate::openai::sse::{self, Tail};
+use crate::openai::usage::Teller;
 use crate::routing::LegFault;
 use crate::running::Running;
 use crate::together;
@@ -84,6 +85,8 @@ pub struct DecodeStream {
     started: Instant,
     /// For an event stream: its end, to close it properly when it breaks.
     events: Option<Tail>,
+    /// Tells prefill's count of cached tokens, where it is known.
+    teller: Option<Teller>,
     any_chunk: bool,
     written: Written,
     aborted: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -103,7 +106,7 @@ impl DecodeStream {
     pub(crate) fn new(app: Arc<App>, begun: Begun, is_events: bool, record: Record) -> Self {
         let now = Instant::now();
         let Begun {
-            decode,
+            mut decode,
             permit,
             running,
             written,
@@ -114,7 +117,9 @@ impl DecodeStream {
             deadline,
             idle: app.config.stream_idle_timeout,
         };
+        let cached = decode.cached.take();
         let mut stream = Self {
+            teller: cached.map(|cached| Teller::new(cached, is_events)),
             outcome: outcome_of(decode.answer.head.status),
             started: record.started(),
             aborted: Box::pin(running.aborted()),
@@ -154,6 +159,7 @@ impl DecodeStream {
     /// Length, where the engine gave one. An event stream has none: an error event may follow.
     pub fn size_hint(&self) -> SizeHint {
         match (&self.live, &self.events) {
+            (Some(_), None) if self.teller.is_some() => SizeHint::default(),
             (Some(live), None) => {
                 let rest = live.decode.answer.body.size_hint();
                 let early = live.decode.early.as_ref().map_or(0, Bytes::len) as u64;
@@ -176,29 +182,36 @@ impl DecodeStream {
                 return Poll::Ready(None);
             };
             if let Some(chunk) = live.decode.early.take() {
-                self.note_chunk(&chunk);
-                if self.engine_ended() {
-                    self.complete();
+                match self.pass(chunk) {
+                    Some(chunk) => return Poll::Ready(Some(Ok(Frame::data(chunk)))),
+                    None => continue,
                 }
-                return Poll::Ready(Some(Ok(Frame::data(chunk))));
             }
             match Pin::new(&mut live.decode.answer.body).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => {
-                    if let Some(chunk) = frame.data_ref() {
-                        self.note_chunk(chunk);
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(chunk) => match self.pass(chunk) {
+                        Some(chunk) => return Poll::Ready(Some(Ok(Frame::data(chunk)))),
+                        None => continue,
+                    },
+                    Err(trailers) => {
+                        if self.engine_ended() {
+                            self.complete();
+                        }
+                        return Poll::Ready(Some(Ok(trailers)));
                     }
-                    if self.engine_ended() {
-                        self.complete();
-                    }
-                    return Poll::Ready(Some(Ok(frame)));
-                }
+                },
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(%error, "decode answer broke off");
                     return self.break_off(StreamBroken::Engine);
                 }
                 Poll::Ready(None) => {
+                    let rest = self.teller.as_mut().map_or(Bytes::new(), Teller::end);
+                    if let Some(events) = &mut self.events {
+                        events.push(&rest);
+                    }
                     self.complete();
-                    return Poll::Ready(None);
+                    let rest = (!rest.is_empty()).then(|| Ok(Frame::data(rest)));
+                    return Poll::Ready(rest);
                 }
                 Poll::Pending => {}
             }
@@ -223,14 +236,35 @@ impl DecodeStream {
         }
     }
 
+    /// What the client gets with a chunk of the engine's; `None` where that is nothing yet.
+    fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
+        self.note_chunk(&chunk);
+        let ended = self.engine_ended();
+        let passed = match &mut self.teller {
+            None => chunk,
+            Some(teller) => {
+                let ready = teller.push(chunk);
+                match ended.then(|| teller.end()).filter(|rest| !rest.is_empty()) {
+                    Some(rest) if ready.is_empty() => rest,
+                    Some(rest) => [ready, rest].concat().into(),
+                    None => ready,
+                }
+            }
+        };
+        if let Some(events) = &mut self.events {
+            events.push(&passed);
+        }
+        if ended {
+            self.complete();
+        }
+        (!passed.is_empty()).then_some(passed)
+    }
+
     fn note_chunk(&mut self, chunk: &[u8]) {
         self.heard = Instant::now();
-        if let Some(events) = &mut self.events {
-            if !self.any_chunk {
-                let seconds = (self.heard - self.started).as_secs_f64();
-                self.app.metrics.ttft_seconds.observe(seconds);
-            }
-            events.push(chunk);
+        if self.events.is_some() && !self.any_chunk {
+            let seconds = (self.heard - self.started).as_secs_f64();
+            self.app.metrics.ttft_seconds.observe(seconds);
         }
         if !self.any_chunk {
             self.any_chunk = true;

@@ -7,6 +7,7 @@ pub mod response;
 mod scan;
 pub mod splice;
 pub mod sse;
+pub mod usage;
 
 #[cfg(test)]
 mod tests;

@@ -287,3 +287,47 @@ async fn requests_follow_each_other_on_one_connection_also_pipelined() {
     assert_eq!(client.reply().await.status, 200);
     assert_eq!(d.count(), 4);
 }
+
+/// Decode counts the whole prompt as cached; only prefill knows what was.
+#[tokio::test]
+async fn cached_tokens_are_prefills_in_plain_and_streamed_answers() {
+    const PREFILLED: &str = r#"{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}},"kv_transfer_params":{"do_remote_prefill":true}}"#;
+    const PLAIN: &str = r#"{ "odd":1.50e1, "usage": {"prompt_tokens":9, "prompt_tokens_details": {"cached_tokens":9 }} }"#;
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let proxy = proxy(&[&p], &[&d]).await;
+    let told = |text: &str| text.replace("\"cached_tokens\":9", "\"cached_tokens\":3");
+    // Without a count of prefill's nothing changes, not even the framing.
+    d.always(Script::Answer(200, "application/json", PLAIN));
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!(reply.text(), PLAIN);
+    assert_eq!(reply.headers["content-length"], PLAIN.len().to_string());
+
+    p.always(Script::Answer(200, "application/json", PREFILLED));
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!((reply.text(), reply.whole), (told(PLAIN), true));
+    let events = [
+        "data: {\"choices\":[{\"text\":\"a\"}]}\n\n",
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"prompt_tokens_details\":{\"cached_tokens\":9}}}\n\n",
+        "data: [DONE]\n\n",
+    ];
+    d.always(Script::Stream(events.to_vec(), Duration::from_millis(5)));
+    let reply = post(&proxy, CHAT, STREAM).await;
+    assert_eq!((reply.text(), reply.whole), (told(&events.concat()), true));
+    assert_eq!(reply.pieces.len(), 3, "chunk by chunk");
+
+    // What breaks is still told, and what is refused stays as it is.
+    d.always(Script::StreamThenClose(events[..2].to_vec()));
+    let reply = post(&proxy, COMPLETIONS, STREAM).await;
+    assert!(reply.text().starts_with(&told(&events[..2].concat())));
+    assert!(reply.text().contains("decode_stream_broken"));
+    d.always(Script::Answer(400, "application/json", PLAIN));
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.text(), PLAIN);
+    // A list of prompts is counted by decode.
+    d.always(Script::Answer(200, "application/json", PLAIN));
+    let list = r#"{"model":"m","prompt":["a","b"],"max_tokens":8}"#;
+    assert_eq!(post(&proxy, COMPLETIONS, list).await.text(), PLAIN);
+}
