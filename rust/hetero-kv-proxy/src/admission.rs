@@ -266,6 +266,7 @@ fn refusal(none: NoSlot, want: &Want<'_>) -> Option<Refused> {
             Some(Refused::Told(pairs::no_model(model)))
         }
         NoSlot::NoPair(unlike) => Some(Refused::Told(pairs::no_pair(&unlike))),
+        NoSlot::NoRevision => Some(Refused::Told(pairs::no_revision())),
         NoSlot::Full => None,
     }
 }

@@ -17,6 +17,7 @@ use crate::lease::KeptBlocks;
 use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels};
 use crate::openai::error::ApiError;
 use crate::probe;
+use crate::revisions::Revisions;
 use crate::routing::{
     BadPairs, BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, Kinds, LegFault,
     Pool, Role, SlotId, Standing, Traits,
@@ -68,6 +69,8 @@ pub struct App {
     pub(crate) told: AtomicBool,
     /// What workers tell of themselves. Locked behind the sides, or alone.
     pub(crate) kinds: Mutex<Kinds>,
+    /// The shares of revisions.
+    pub(crate) revisions: Revisions,
     start: Instant,
     /// Pairs of engines that are avoided. Locked behind all others, or alone.
     pub(crate) bad_pairs: Mutex<BadPairs>,
@@ -119,6 +122,7 @@ impl App {
             changes: Mutex::new(()),
             told: AtomicBool::new(false),
             kinds: Mutex::default(),
+            revisions: Revisions::new(config.revision_weights.clone()),
             start: Instant::now(),
             bad_pairs: Mutex::default(),
             config,

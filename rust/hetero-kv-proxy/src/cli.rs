@@ -137,6 +137,12 @@ settings! {
     /// consistent-hash: without that header, bytes of the prompt's beginning by which they do; 0 for none [default: 256]
     #[arg(value_name = "BYTES")]
     hash_prompt_bytes: usize, "HETERO_KV_PROXY_HASH_PROMPT_BYTES";
+    /// Whether a client may name the prefill worker of its request (`prefill_endpoint` in the body: the URL of a registered one); only where all clients are trusted to choose [default: false]
+    #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
+    allow_prefill_endpoint: bool, "HETERO_KV_PROXY_ALLOW_PREFILL_ENDPOINT";
+    /// Shares of the revisions that workers tell (revision=...), to try a new one on a few requests; changed at run time by PUT /v1/revisions of the admin listener [default: none, all workers alike]
+    #[arg(value_name = "REVISION=WEIGHT[,...]")]
+    revision_weights: String, "HETERO_KV_PROXY_REVISION_WEIGHTS";
     /// Whether a prefill answer without a KV handle is a failure (502); with false decode computes the prompt, and it is counted [default: true]
     #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
     require_kv: bool, "HETERO_KV_PROXY_REQUIRE_KV";

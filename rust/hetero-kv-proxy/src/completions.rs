@@ -108,6 +108,8 @@ async fn run(
     if request.is_batch() {
         app.metrics.batch_prompts.inc();
     }
+    let endpoint = request.prefill_endpoint();
+    let endpoint = endpoint.map(|url| app.prefill_endpoint(url)).transpose()?;
     let connector = app.config.connector;
     let alone = request.runs_alone(connector.shares_transfer());
     let headers = headers::for_legs(head.headers, random_hex)?;
@@ -115,6 +117,8 @@ async fn run(
         app: Arc::clone(app),
         route,
         key: request_key(app, &request, &headers),
+        endpoint,
+        drawing: app.drawing(&headers),
         model: app.reads_model().then(|| request.model_name()).flatten(),
         request,
         headers,
@@ -244,7 +248,11 @@ async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
         Order::PrefillFirst => (any, any.filter(|_| pair)),
         Order::Together => (any, any),
     };
-    Ok(call.slots(prefill, decode).await?)
+    let slots = call.slots(prefill, decode).await?;
+    if let (Some(drawing), Some(drawn)) = (&call.drawing, slots.drawn) {
+        call.app.count_drawn(drawing, drawn);
+    }
+    Ok(slots)
 }
 
 /// Sends the client's body to a decode engine until there is an answer to pass on.
@@ -340,6 +348,7 @@ async fn prefill_tries(
     let Slots {
         prefill: mut taken,
         decode,
+        drawn: _,
     } = slots;
     let mut next = Attempt::default();
     loop {

@@ -8,8 +8,8 @@ use http::HeaderName;
 use crate::auth::keys::Keys;
 use crate::cli::{Invocation, Settings};
 use crate::connectors::{self, Connector, Order};
-use crate::routing::Role;
 use crate::routing::policy::PolicyKind;
+use crate::routing::{Role, Weights};
 
 mod access;
 mod address;
@@ -73,6 +73,10 @@ pub struct Config {
     pub hash_header: Option<HeaderName>,
     /// Bytes of the prompt's beginning by which requests without that header belong together.
     pub hash_prompt_bytes: usize,
+    /// Whether a client may name the prefill worker.
+    pub allow_prefill_endpoint: bool,
+    /// Shares of revisions, at first.
+    pub revision_weights: Option<Weights>,
     /// Whether a prefill answer without a KV handle fails the request.
     pub require_kv: bool,
     /// What follows where no prefill engine takes legs or can be reached.
@@ -226,6 +230,8 @@ impl Config {
         let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
         let decode_policy = faults.policy("--decode-policy", &decode_policy);
         let hash_header = faults.header("--hash-header", &mut resolved.hash_header, "x-session-id");
+        let allow_prefill_endpoint = *resolved.allow_prefill_endpoint.get_or_insert(false);
+        let revision_weights = faults.weights(resolved.revision_weights.as_deref());
         let require_kv = *resolved.require_kv.get_or_insert(true);
         let on_no_prefill = match fill(&mut resolved.on_no_prefill, "fail".to_owned()).as_str() {
             "fail" => OnNoPrefill::Fail,
@@ -372,6 +378,8 @@ impl Config {
             decode_policy,
             hash_header,
             hash_prompt_bytes,
+            allow_prefill_endpoint,
+            revision_weights,
             require_kv,
             on_no_prefill,
             connect_timeout,
@@ -502,6 +510,18 @@ impl Faults {
             ));
         }
         header
+    }
+
+    /// Shares of revisions.
+    fn weights(&mut self, given: Option<&str>) -> Option<Weights> {
+        let parsed = Weights::parse(given.unwrap_or_default());
+        parsed.unwrap_or_else(|fault| {
+            self.add(format!(
+                "--revision-weights {}: {fault}",
+                given.unwrap_or_default()
+            ));
+            None
+        })
     }
 
     fn workers(&mut self, flag: &str, given: Option<&[String]>) -> Vec<Worker> {

@@ -18,6 +18,7 @@ use crate::metrics::RoleLabels;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
+use crate::revisions::Drawing;
 use crate::routing::policy::RequestKey;
 use crate::routing::{
     AfterFailure, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role,
@@ -67,6 +68,10 @@ pub(crate) struct Call {
     pub(crate) request: Request,
     /// The model that it names, where workers tell theirs.
     pub(crate) model: Option<String>,
+    /// The prefill worker that the client names.
+    pub(crate) endpoint: Option<InstanceIndex>,
+    /// By what its revision is drawn, where revisions have weights.
+    pub(crate) drawing: Option<Drawing>,
     pub(crate) headers: HeaderMap,
     pub(crate) key: RequestKey,
     pub(crate) written: Written,
@@ -122,18 +127,29 @@ impl Call {
         peer: Option<&Instance>,
         begun: Begun,
     ) -> Result<Slots, Refused> {
+        let named = self.endpoint.map(Choice::At);
         let want = Want {
-            prefill,
+            prefill: prefill.map(|any| named.unwrap_or(any)),
             decode,
             partner: peer.map(|peer| peer.index),
             key: &self.key,
             bound: Bound {
                 model: self.model.as_deref(),
                 peer: peer.map(|peer| &peer.worker.traits),
+                draw: self.drawing.as_ref().map(Drawing::draw),
+                only: None,
             },
         };
         let app = &self.app;
         app.admission.slots(app, &want, &self.ticket, begun).await
+    }
+
+    /// Instances that may serve a leg.
+    fn instances(&self, role: Role) -> usize {
+        match (role, self.endpoint) {
+            (Role::Prefill, Some(_)) => 1,
+            (Role::Prefill | Role::Decode, _) => self.app.routable(role).len(),
+        }
     }
 
     /// The id by which an engine's answer is the client's.
@@ -275,7 +291,7 @@ pub(crate) fn after_failure(
         has_handle,
         instance: instance.index,
     };
-    let step = flow.leg_failed(leg, app.routable(role).len());
+    let step = flow.leg_failed(leg, call.instances(role));
     let next = match step {
         AfterFailure::RetryElsewhere => Attempt { fresh: false },
         AfterFailure::RetryFresh => Attempt { fresh: true },
@@ -318,7 +334,7 @@ pub(crate) fn tries_elsewhere(
         has_handle,
         instance: lease.picked.instance,
     };
-    match flow.leg_failed(leg, app.routable(role).len()) {
+    match flow.leg_failed(leg, call.instances(role)) {
         AfterFailure::RetryElsewhere => {
             count_retry(app, role);
             true

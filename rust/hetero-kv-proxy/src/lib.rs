@@ -33,6 +33,7 @@ pub mod probe;
 mod random;
 pub mod relay;
 mod reload;
+pub(crate) mod revisions;
 pub mod routing;
 pub mod run;
 pub mod running;

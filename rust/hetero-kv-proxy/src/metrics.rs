@@ -96,6 +96,13 @@ pub struct OutcomeLabels {
     pub outcome: &'static str,
 }
 
+/// One label for a revision.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct RevisionLabels {
+    /// As its workers tell it.
+    pub revision: Arc<str>,
+}
+
 /// One label for the leg.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RoleLabels {
@@ -147,6 +154,10 @@ pub struct Metrics {
     pub queue_rejects: Family<ReasonLabels, Counter>,
     /// Requests refused for want of a key or a signature.
     pub unauthorized: Family<ReasonLabels, Counter>,
+    /// Requests served by a revision that was drawn.
+    pub revision_requests: Family<RevisionLabels, Counter>,
+    /// Requests that were drawn to a revision whose workers were away.
+    pub revision_moves: Family<RevisionLabels, Counter>,
     /// Registrations over ZeroMQ, and connections that brought none.
     pub zmq_frames: Family<OutcomeLabels, Counter>,
 }
@@ -174,6 +185,8 @@ impl Default for Metrics {
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
             unauthorized: Family::default(),
+            revision_requests: Family::default(),
+            revision_moves: Family::default(),
             zmq_frames: Family::default(),
             registry: Registry::default(),
             scrape: Mutex::new(()),
@@ -261,6 +274,16 @@ impl Default for Metrics {
             "unauthorized",
             "Requests refused for want of a key or a signature",
             new.unauthorized.clone(),
+        );
+        r.register(
+            "revision_requests",
+            "Requests by the revision that serves them, where revisions have weights",
+            new.revision_requests.clone(),
+        );
+        r.register(
+            "revision_moves",
+            "Requests drawn to this revision and served by another, since its workers are away",
+            new.revision_moves.clone(),
         );
         r.register(
             "zmq_frames",

@@ -7,7 +7,7 @@ use crate::app::{App, Side};
 use crate::lease::SlotLease;
 use crate::routing::policy::RequestKey;
 use crate::routing::{
-    Ask, Bound, Fit, InstanceIndex, KindSet, Kinds, NoSlot, Picked, Pool, Role, Wants,
+    Ask, Bound, Drawn, Fit, InstanceIndex, KindSet, Kinds, NoSlot, Picked, Pool, Role, Wants,
 };
 use crate::sync::lock;
 
@@ -45,6 +45,8 @@ pub struct Slots {
     pub prefill: Option<SlotLease>,
     /// Of the decode leg.
     pub decode: Option<SlotLease>,
+    /// The revision that they are of, where it was drawn.
+    pub drawn: Option<Drawn>,
 }
 
 impl Want<'_> {
@@ -71,7 +73,7 @@ impl App {
     /// [`NoSlot`].
     pub(crate) fn try_slots(self: &Arc<Self>, want: &Want<'_>) -> Result<Slots, NoSlot> {
         // Where workers tell nothing of themselves, all go together.
-        let told = self.told.load(Ordering::Relaxed);
+        let told = self.told.load(Ordering::Relaxed) || want.bound.draw.is_some();
         // Where both are wanted, prefill's side is locked first by everyone, and the kinds last.
         let mut prefill = want
             .prefill
@@ -84,13 +86,18 @@ impl App {
             want,
             now_ms: self.now_ms(),
         };
+        let only = match &prefill {
+            Some((Choice::At(instance), side)) => side.pool.kind(*instance),
+            Some((Choice::Any { .. }, _)) | None => None,
+        };
+        let bound = Bound { only, ..want.bound };
         let mut fit = match (&kinds, &prefill, &decode) {
             (Some(kinds), Some((_, prefill)), Some(decode)) => {
                 let (prefill, decode) = (&prefill.pool, &decode.pool);
-                Some(Fit::pair(kinds, prefill, decode, &want.bound)?)
+                Some(Fit::pair(kinds, prefill, decode, &bound, this.now_ms)?)
             }
             (Some(kinds), None, Some(decode)) => {
-                Some(Fit::decode(kinds, &decode.pool, &want.bound)?)
+                Some(Fit::decode(kinds, &decode.pool, &want.bound, this.now_ms)?)
             }
             (Some(_) | None, _, _) => None,
         };
@@ -101,13 +108,8 @@ impl App {
                 (Some(_) | None, _) => this.room(&mut side.pool, choice, None)?,
             }
         }
-        let lease = |side: &Side, picked: Picked| {
-            // Pool and list hold the same instances.
-            let instance = side.get(picked.instance).map(Arc::clone);
-            instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked))
-        };
-        let mut slots = Slots::default();
         let mut partner = want.partner;
+        let mut first = None;
         if let Some((choice, side)) = &mut prefill {
             let among = fit.as_ref().map(|fit| &fit.prefill);
             let others = || match &decode {
@@ -121,19 +123,41 @@ impl App {
                 let kind = side.pool.kind(picked.instance).unwrap_or_default();
                 fit.decode = fit.decode_for(kinds, kind);
             }
-            slots.prefill = lease(side, picked);
+            first = Some(picked);
         }
+        let mut second = None;
         if let (Some(choice), Some(side)) = (want.decode, &mut decode) {
             let among = fit.as_ref().map(|fit| &fit.decode);
             let shun = self.shunned(Role::Decode, partner, Vec::new);
             let mut picked = this.pick(&mut side.pool, choice, among, &shun);
-            if slots.prefill.is_some() && picked == Err(NoSlot::Full) {
+            if first.is_some() && picked == Err(NoSlot::Full) {
                 // There is room, if only at an instance that is shunned.
                 picked = this.pick(&mut side.pool, choice, among, &[]);
             }
-            slots.decode = lease(side, picked?);
+            match picked {
+                Ok(picked) => second = Some(picked),
+                Err(none) => {
+                    if let (Some(picked), Some((_, side))) = (first, &mut prefill) {
+                        side.pool.release(picked.slot);
+                    }
+                    return Err(none);
+                }
+            }
         }
-        Ok(slots)
+        // A lease that is dropped locks its side again: there is none before both are there.
+        let lease = |side: &Side, picked: Picked| {
+            // Pool and list hold the same instances.
+            let instance = side.get(picked.instance).map(Arc::clone);
+            instance.map(|instance| SlotLease::new(Arc::clone(self), instance, picked))
+        };
+        let prefill = prefill.zip(first);
+        Ok(Slots {
+            prefill: prefill.and_then(|((_, side), picked)| lease(&side, picked)),
+            decode: decode
+                .zip(second)
+                .and_then(|(side, picked)| lease(&side, picked)),
+            drawn: fit.and_then(|fit| fit.drawn),
+        })
     }
 }
 
@@ -193,7 +217,9 @@ impl Try<'_> {
                 Ok(()) => found.insert(kind),
                 // Who waits for room is served; who waits for an engine is not.
                 Err(NoSlot::Full) => none = NoSlot::Full,
-                Err(NoSlot::NoEngine(_) | NoSlot::NoModel | NoSlot::NoPair(_)) => {}
+                Err(
+                    NoSlot::NoEngine(_) | NoSlot::NoModel | NoSlot::NoPair(_) | NoSlot::NoRevision,
+                ) => {}
             }
         }
         fit.prefill = found;

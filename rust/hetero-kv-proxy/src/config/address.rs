@@ -208,6 +208,13 @@ impl BaseUrl {
     pub fn parse(url: &str) -> Result<Self, String> {
         base_url(url)
     }
+
+    /// Whether both are one address, however it is written.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.host.eq_ignore_ascii_case(&other.host)
+            && self.port == other.port
+            && self.path == other.path
+    }
 }
 
 /// A host as it stands in front of a port.

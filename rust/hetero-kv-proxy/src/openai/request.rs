@@ -55,7 +55,11 @@ pub struct Request {
     first_prompt: Option<std::ops::Range<usize>>,
     sequences: Sequences,
     alone: Option<&'static str>,
+    prefill_endpoint: Option<String>,
 }
+
+/// The member with which a client names the prefill worker; engines do not get it.
+const PREFILL_ENDPOINT: &str = "prefill_endpoint";
 
 /// Which members the client sent that the prefill leg changes only then.
 #[derive(Debug)]
@@ -64,6 +68,7 @@ struct Sent {
     n: bool,
     stream: bool,
     echo: bool,
+    prefill_endpoint: bool,
 }
 
 /// Refuses a JSON object with `kv_transfer_params`; any other body may be what it likes.
@@ -179,12 +184,22 @@ impl Request {
                 several |= fields.get("tools")?.is_some_and(has_engine_tools);
             }
         }
+        let prefill_endpoint = match fields.get(PREFILL_ENDPOINT)? {
+            None => None,
+            Some(raw) => Some(
+                serde_json::from_slice(raw).map_err(|_| RequestError::Field {
+                    field: PREFILL_ENDPOINT,
+                    want: "a string, the URL of a prefill worker",
+                })?,
+            ),
+        };
         Ok(Self {
             sent: Sent {
                 completion_limit: fields.is_sent("max_completion_tokens")?,
                 n: fields.is_sent("n")?,
                 stream: fields.is_sent("stream")?,
                 echo: fields.is_sent("echo")?,
+                prefill_endpoint: fields.is_sent(PREFILL_ENDPOINT)?,
             },
             sequences: if several {
                 Sequences::Several
@@ -193,6 +208,7 @@ impl Request {
             },
             first_prompt,
             alone,
+            prefill_endpoint,
             route,
             object,
             body,
@@ -223,6 +239,11 @@ impl Request {
     fn raw(&self, name: &str) -> &[u8] {
         let found = self.object.find(&self.body, name).ok().flatten();
         found.map_or(&[], |range| &self.body[range])
+    }
+
+    /// The prefill worker that the client names.
+    pub fn prefill_endpoint(&self) -> Option<&str> {
+        self.prefill_endpoint.as_deref()
     }
 
     /// Whether `prompt` is a list of several prompts.
@@ -276,6 +297,9 @@ impl Request {
         if self.sent.echo {
             changes.push(Change::Set("echo", "false"));
         }
+        if self.sent.prefill_endpoint {
+            changes.push(Change::Remove(PREFILL_ENDPOINT));
+        }
         if let Some(range) = &self.first_prompt {
             // The whole body was validated as UTF-8, and JSON values begin and end at characters.
             if let Ok(first) = std::str::from_utf8(&self.body[range.clone()]) {
@@ -287,14 +311,18 @@ impl Request {
 
     /// The body of the decode leg, as above: the client's bytes, and `params` (one JSON object)
     /// spliced in.
-    /// Without params it is the client's body itself.
+    /// Without changes it is the client's body itself.
     pub fn decode_body(&self, params: Option<&str>) -> Vec<Bytes> {
-        match params {
-            Some(params) => {
-                let change = Change::Set("kv_transfer_params", params);
-                self.object.apply(&self.body, &[change], SHARED_BYTES_MIN)
-            }
-            None => vec![self.body.clone()],
+        let mut changes = Vec::new();
+        if let Some(params) = params {
+            changes.push(Change::Set("kv_transfer_params", params));
+        }
+        if self.sent.prefill_endpoint {
+            changes.push(Change::Remove(PREFILL_ENDPOINT));
+        }
+        match changes.is_empty() {
+            true => vec![self.body.clone()],
+            false => self.object.apply(&self.body, &changes, SHARED_BYTES_MIN),
         }
     }
 }

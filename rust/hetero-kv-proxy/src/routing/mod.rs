@@ -12,6 +12,7 @@ mod line;
 mod pairing;
 pub mod policy;
 mod registry;
+mod revision;
 
 #[cfg(test)]
 mod tests;
@@ -22,10 +23,11 @@ pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailur
 pub use health::{Health, HealthRules, HealthState};
 pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};
 pub use line::{Full, Line, Wants};
-pub use pairing::{Bound, Fit};
+pub use pairing::{Bound, Draw, Fit};
 pub use registry::{
     Ask, InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust,
 };
+pub use revision::{Drawn, REVISIONS_MAX, WEIGHT_MAX, Weights, draw_of_turn};
 
 /// Which leg of a request an instance serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,6 +1,6 @@
 //! Which workers a request may go to, by what they tell: its model, and the other leg's worker.
 
-use super::{KindId, KindSet, Kinds, NoSlot, Pool, Role, Traits, Unlike};
+use super::{Drawn, Field, KindId, KindSet, Kinds, NoSlot, Pool, Role, Traits, Unlike, Weights};
 
 /// What binds a request to some of the workers.
 #[derive(Debug, Clone, Copy, Default)]
@@ -9,6 +9,19 @@ pub struct Bound<'a> {
     pub model: Option<&'a str>,
     /// What the other leg's worker tells, where that is chosen already.
     pub peer: Option<&'a Traits>,
+    /// By what its revision is drawn, where revisions have weights.
+    pub draw: Option<Draw<'a>>,
+    /// The kind of the prefill worker that the request names. Its revision is then that one's.
+    pub only: Option<KindId>,
+}
+
+/// The draw of one request.
+#[derive(Debug, Clone, Copy)]
+pub struct Draw<'a> {
+    /// The shares of revisions.
+    pub weights: &'a Weights,
+    /// The request's number; see [`Weights::draw`].
+    pub number: u64,
 }
 
 /// The kinds of worker that legs may go to.
@@ -18,6 +31,8 @@ pub struct Fit {
     pub prefill: KindSet,
     /// For the decode leg.
     pub decode: KindSet,
+    /// The revision that both are of, where it was drawn.
+    pub drawn: Option<Drawn>,
 }
 
 impl Fit {
@@ -31,28 +46,63 @@ impl Fit {
         prefill: &Pool,
         decode: &Pool,
         bound: &Bound<'_>,
+        now_ms: u64,
     ) -> Result<Self, NoSlot> {
-        let prefills = of_model(kinds, &prefill.kinds(), bound.model)?;
+        let named = bound.only.map(|kind| KindSet::from_iter([kind]));
+        let prefills = named
+            .as_ref()
+            .map_or_else(|| prefill.kinds(), KindSet::clone);
+        let prefills = of_model(kinds, &prefills, bound.model)?;
         let prefills = prefills.and(&prefill.routable_kinds());
         let decodes = of_model(kinds, &decode.kinds(), bound.model)?;
         let decodes = decodes.and(&decode.routable_kinds());
+        let decodes = match bound.only {
+            Some(kind) => same_revision(kinds, decodes, bound.draw, kinds.traits(kind)),
+            None => decodes,
+        };
         for (role, found) in [(Role::Prefill, &prefills), (Role::Decode, &decodes)] {
             if found.is_empty() {
                 return Err(NoSlot::NoEngine(role));
             }
         }
-        let goes = |kind: &KindId| match bound.peer {
-            Some(decode) => kinds.traits(*kind).unlike(decode).is_none(),
-            None => kinds.decodes(*kind).meets(&decodes),
-        };
-        let paired: KindSet = prefills.iter().filter(goes).collect();
-        if paired.is_empty() {
+        let none = || {
             let first = prefills.iter().next().map(|kind| kinds.traits(kind));
-            return Err(no_pair(kinds, first, &decodes));
+            no_pair(kinds, first, &decodes)
+        };
+        let paired = match bound.peer {
+            Some(decode) => {
+                let goes = |kind: &KindId| kinds.traits(*kind).unlike(decode).is_none();
+                let fitting = prefills.iter().filter(goes).collect();
+                same_revision(kinds, fitting, bound.draw, decode)
+            }
+            None => with_partner(kinds, &prefills, &decodes),
+        };
+        if paired.is_empty() {
+            return Err(none());
         }
+        let free = bound.peer.is_none() && bound.only.is_none();
+        let Some(draw) = bound.draw.filter(|_| free) else {
+            return Ok(Self {
+                prefill: paired,
+                decode: decodes,
+                drawn: None,
+            });
+        };
+        let of = |revision: &str| {
+            let decodes = of_revision(kinds, &decodes, revision);
+            let prefills = of_revision(kinds, &paired, revision);
+            (with_partner(kinds, &prefills, &decodes), decodes)
+        };
+        let drawn = draw.from(|revision| {
+            let (prefills, decodes) = of(revision);
+            let prefill = prefill.best_tier(&prefills, now_ms)?;
+            Some(prefill.max(decode.best_tier(&decodes, now_ms)?))
+        })?;
+        let (prefill, decode) = of(draw.name(drawn));
         Ok(Self {
-            prefill: paired,
-            decode: decodes,
+            prefill,
+            decode,
+            drawn: Some(drawn),
         })
     }
 
@@ -60,19 +110,36 @@ impl Fit {
     ///
     /// # Errors
     /// As [`Fit::pair`].
-    pub fn decode(kinds: &Kinds, decode: &Pool, bound: &Bound<'_>) -> Result<Self, NoSlot> {
+    pub fn decode(
+        kinds: &Kinds,
+        decode: &Pool,
+        bound: &Bound<'_>,
+        now_ms: u64,
+    ) -> Result<Self, NoSlot> {
         let decodes = of_model(kinds, &decode.kinds(), bound.model)?;
         let decodes = decodes.and(&decode.routable_kinds());
         let fitting = match bound.peer {
-            Some(prefill) => kinds.going_with(prefill, &decodes),
+            Some(prefill) => {
+                let fitting = kinds.going_with(prefill, &decodes);
+                same_revision(kinds, fitting, bound.draw, prefill)
+            }
             None => decodes.clone(),
         };
         if fitting.is_empty() && !decodes.is_empty() {
             return Err(no_pair(kinds, bound.peer, &decodes));
         }
+        let Some(draw) = bound.draw.filter(|_| bound.peer.is_none()) else {
+            return Ok(Self {
+                decode: fitting,
+                ..Self::default()
+            });
+        };
+        let of = |revision: &str| of_revision(kinds, &fitting, revision);
+        let drawn = draw.from(|revision| decode.best_tier(&of(revision), now_ms))?;
         Ok(Self {
-            prefill: KindSet::default(),
-            decode: fitting,
+            decode: of(draw.name(drawn)),
+            drawn: Some(drawn),
+            ..Self::default()
         })
     }
 
@@ -80,6 +147,41 @@ impl Fit {
     pub fn decode_for(&self, kinds: &Kinds, prefill: KindId) -> KindSet {
         self.decode.and(kinds.decodes(prefill))
     }
+}
+
+impl Draw<'_> {
+    /// Draws; `tier` says how good the workers of a revision are.
+    fn from(&self, tier: impl Fn(&str) -> Option<u8>) -> Result<Drawn, NoSlot> {
+        let entries = self.weights.entries().iter();
+        let tiers: Vec<Option<u8>> = entries.map(|(revision, _)| tier(revision)).collect();
+        self.weights
+            .draw(self.number, &tiers)
+            .ok_or(NoSlot::NoRevision)
+    }
+
+    fn name(&self, drawn: Drawn) -> &str {
+        &self.weights.entries()[drawn.revision].0
+    }
+}
+
+fn of_revision(kinds: &Kinds, among: &KindSet, revision: &str) -> KindSet {
+    let tells = |kind: &KindId| kinds.traits(*kind).get(Field::Revision) == Some(revision);
+    among.iter().filter(tells).collect()
+}
+
+/// Where revisions are drawn, a request stays in that of its other leg: a worker that tells none
+/// serves none of them.
+fn same_revision(kinds: &Kinds, among: KindSet, draw: Option<Draw<'_>>, peer: &Traits) -> KindSet {
+    match (draw, peer.get(Field::Revision)) {
+        (Some(_), Some(revision)) => of_revision(kinds, &among, revision),
+        (Some(_) | None, _) => among,
+    }
+}
+
+/// Those of `prefills` that some of `decodes` goes with.
+fn with_partner(kinds: &Kinds, prefills: &KindSet, decodes: &KindSet) -> KindSet {
+    let goes = |kind: &KindId| kinds.decodes(*kind).meets(decodes);
+    prefills.iter().filter(goes).collect()
 }
 
 /// Those of `present` that serve a model: who tell its name, or, where nobody does, who tell none.

@@ -86,6 +86,8 @@ pub enum NoSlot {
     NoModel,
     /// Workers of both roles take legs, and no two of them go together.
     NoPair(Box<Unlike>),
+    /// No revision with a weight has workers for the legs.
+    NoRevision,
 }
 
 /// What `/workers` and `/ready` show of one instance.
@@ -289,6 +291,14 @@ impl Pool {
     pub fn routable_kinds(&self) -> KindSet {
         let routable = self.instances.iter().filter(|known| known.is_routable());
         routable.map(|known| known.kind).collect()
+    }
+
+    /// How good the best instance of these kinds is that takes legs, lower being better; `None`
+    /// where there is none.
+    pub fn best_tier(&self, among: &KindSet, now_ms: u64) -> Option<u8> {
+        let fits = |known: &&Instance| known.is_routable() && among.contains(known.kind);
+        let fitting = self.instances.iter().filter(fits);
+        fitting.map(|known| known.health.tier(now_ms)).min()
     }
 
     /// Whether an instance takes legs at all; `None` where it is not there.

@@ -30,7 +30,7 @@ pub(super) struct Told {
 }
 
 /// The members of one JSON object, each once, in their order.
-pub(super) struct Members(Vec<(String, Value)>);
+pub(super) struct Members(pub(super) Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Members {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -2,6 +2,7 @@
 
 mod body;
 mod change;
+mod revisions;
 pub(crate) mod zmq;
 
 use std::sync::Arc;
@@ -99,6 +100,7 @@ enum Order<'a> {
     Drain(&'a str),
     Undrain(&'a str),
     Role(&'a str),
+    Weights,
 }
 
 /// Serves one request of the admin listener.
@@ -127,9 +129,16 @@ async fn run(
             _ => wrong("GET, HEAD"),
         };
     }
-    let under = path.strip_prefix("/v1/workers").ok_or_else(no_path)?;
+    let revisions = path == "/v1/revisions";
+    let under = match revisions {
+        true => "",
+        false => path.strip_prefix("/v1/workers").ok_or_else(no_path)?,
+    };
     let parts: Vec<&str> = under.split('/').skip(1).collect();
     let order = match (parts.as_slice(), &head.method) {
+        (_, &Method::GET | &Method::HEAD) if revisions => return Ok(revisions::shown(app)),
+        (_, &Method::PUT) if revisions => Order::Weights,
+        _ if revisions => return wrong("GET, HEAD, PUT"),
         ([], &Method::GET | &Method::HEAD) if under.is_empty() => return Ok(admin::workers(app)),
         ([], &Method::POST) if under.is_empty() => Order::Register,
         ([], _) if under.is_empty() => return wrong("GET, HEAD, POST"),
@@ -152,7 +161,8 @@ async fn run(
         | Order::Remove(_)
         | Order::Drain(_)
         | Order::Undrain(_)
-        | Order::Role(_) => app.gate.claim(&head).map_err(unproven)?,
+        | Order::Role(_)
+        | Order::Weights => app.gate.claim(&head).map_err(unproven)?,
     };
     let body = admit::body_within(app, &head.headers, body, BODY_BYTES_MAX, deadline)
         .await
@@ -195,6 +205,10 @@ async fn follow(
             let instance = change::find(app, id)?;
             change::set_drained(app, &instance, false)?;
             shown(app, &instance, StatusCode::OK)
+        }
+        Order::Weights => {
+            revisions::set(app, &body)?;
+            Ok(revisions::shown(app))
         }
         Order::Remove(id) => {
             let query = Query::parse(query, drain, true)?;

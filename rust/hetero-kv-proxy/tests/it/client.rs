@@ -93,6 +93,13 @@ impl Client {
         self.raw(head.as_bytes()).await;
     }
 
+    pub(crate) async fn put(&mut self, path: &str, body: &[u8]) {
+        let length = body.len();
+        let head =
+            format!("PUT {path} HTTP/1.1\r\nHost: proxy\r\nContent-Length: {length}\r\n\r\n");
+        self.raw(&[head.as_bytes(), body].concat()).await;
+    }
+
     pub(crate) async fn delete(&mut self, path: &str) {
         let head = format!("DELETE {path} HTTP/1.1\r\nHost: proxy\r\n\r\n");
         self.raw(head.as_bytes()).await;

@@ -18,7 +18,7 @@ fn flag(engine: &Engine, told: &str) -> String {
 }
 
 /// As many scripted engines of each role as there are words, and their flags.
-async fn engines(
+pub(crate) async fn engines(
     blocks: &Blocks,
     prefill: &[&str],
     decode: &[&str],
@@ -38,7 +38,7 @@ async fn engines(
     (p, d, pf, df)
 }
 
-fn counts(engines: &[Engine]) -> Vec<usize> {
+pub(crate) fn counts(engines: &[Engine]) -> Vec<usize> {
     engines.iter().map(Engine::count).collect()
 }
 
@@ -47,7 +47,7 @@ fn model(name: &str) -> String {
 }
 
 /// Transfer ids of the legs that each of these engines got.
-fn transfers(engines: &[Engine]) -> Vec<Vec<String>> {
+pub(crate) fn transfers(engines: &[Engine]) -> Vec<Vec<String>> {
     let id = |body: Value| {
         body["kv_transfer_params"]["transfer_id"]
             .as_str()

@@ -51,8 +51,19 @@ impl Setup {
     }
 
     fn pair(&self, model: Option<&str>) -> Result<Fit, NoSlot> {
-        let bound = Bound { model, peer: None };
-        Fit::pair(&self.kinds, &self.prefill, &self.decode, &bound)
+        let bound = Bound {
+            model,
+            ..Bound::default()
+        };
+        self.bound(&bound)
+    }
+
+    fn bound(&self, bound: &Bound<'_>) -> Result<Fit, NoSlot> {
+        Fit::pair(&self.kinds, &self.prefill, &self.decode, bound, 0)
+    }
+
+    fn alone(&self, bound: &Bound<'_>) -> Result<Fit, NoSlot> {
+        Fit::decode(&self.kinds, &self.decode, bound, 0)
     }
 
     /// Which instances of a role are among these kinds.
@@ -133,20 +144,20 @@ fn a_decode_leg_goes_with_the_prefill_worker_that_ran_also_when_that_has_gone() 
     let setup = Setup::new(&[], &[&[BF16], &[FP8], &[]]);
     let ran = Traits::default().with(Field::Dtype, "fp8");
     let bound = Bound {
-        model: None,
         peer: Some(&ran),
+        ..Bound::default()
     };
-    let fit = Fit::decode(&setup.kinds, &setup.decode, &bound).expect("partners");
+    let fit = setup.alone(&bound).expect("partners");
     assert_eq!(Setup::among(&setup.decode, 3, &fit.decode), [1, 2]);
-    let alone = Fit::decode(&setup.kinds, &setup.decode, &Bound::default()).expect("all");
+    let alone = setup.alone(&Bound::default()).expect("all");
     assert_eq!(Setup::among(&setup.decode, 3, &alone.decode), [0, 1, 2]);
     let ran = Traits::default().with(Field::Dtype, "int8");
     let setup = Setup::new(&[], &[&[BF16], &[FP8]]);
     let bound = Bound {
-        model: None,
         peer: Some(&ran),
+        ..Bound::default()
     };
-    let none = Fit::decode(&setup.kinds, &setup.decode, &bound).expect_err("no partner");
+    let none = setup.alone(&bound).expect_err("no partner");
     assert!(matches!(none, NoSlot::NoPair(_)));
 }
 
@@ -176,4 +187,81 @@ fn a_model_goes_to_who_tells_it_or_else_to_who_tells_none() {
         setup.pair(Some("m")).expect_err("no decode"),
         NoSlot::NoEngine(Role::Decode)
     );
+}
+
+const A: (Field, &str) = (Field::Revision, "a");
+const B: (Field, &str) = (Field::Revision, "b");
+
+/// The prefill and decode instances of each of many draws.
+fn draws(setup: &Setup, weights: &Weights, count: u64) -> Vec<(Vec<usize>, Vec<usize>)> {
+    let mut seen: Vec<(Vec<usize>, Vec<usize>)> = (0..count)
+        .map(|turn| {
+            let bound = Bound {
+                draw: Some(Draw {
+                    weights,
+                    number: crate::routing::draw_of_turn(turn),
+                }),
+                ..Bound::default()
+            };
+            let fit = setup.bound(&bound).expect("a pair");
+            (
+                Setup::among(&setup.prefill, 8, &fit.prefill),
+                Setup::among(&setup.decode, 8, &fit.decode),
+            )
+        })
+        .collect();
+    seen.sort();
+    seen.dedup();
+    seen
+}
+
+#[test]
+fn both_legs_are_of_the_revision_that_was_drawn() {
+    let weights = Weights::parse("a=1,b=1").expect("valid").expect("some");
+    let (p, d): ([Fields<'_>; 4], [Fields<'_>; 4]) =
+        ([&[A], &[B], &[], &[A]], [&[B], &[A], &[], &[B]]);
+    let mut setup = Setup::new(&p, &d);
+    // Those that tell none serve none.
+    assert_eq!(
+        draws(&setup, &weights, 64),
+        [(vec![0, 3], vec![1]), (vec![1], vec![0, 3])]
+    );
+    // One role of a revision is away: all of it moves.
+    setup
+        .decode
+        .set_standing(InstanceIndex(1), Standing::Drained);
+    assert_eq!(draws(&setup, &weights, 64), [(vec![1], vec![0, 3])]);
+    // Failing is as bad as away, while the other is well.
+    setup
+        .decode
+        .set_standing(InstanceIndex(1), Standing::Serving);
+    setup.prefill.on_connect_failed(InstanceIndex(1));
+    assert_eq!(draws(&setup, &weights, 64), [(vec![0, 3], vec![1])]);
+    // A leg that is sent again stays in it, also where its revision has no weight any more.
+    let ran = Traits::default().with(Field::Revision, "b");
+    let only_a = Weights::parse("a=1").expect("valid").expect("some");
+    let bound = Bound {
+        peer: Some(&ran),
+        draw: Some(Draw {
+            weights: &only_a,
+            number: 0,
+        }),
+        ..Bound::default()
+    };
+    let fit = setup.alone(&bound).expect("its revision");
+    assert_eq!(Setup::among(&setup.decode, 4, &fit.decode), [0, 3]);
+    assert_eq!(fit.drawn, None);
+    let fit = setup.bound(&bound).expect("its revision");
+    assert_eq!(Setup::among(&setup.prefill, 4, &fit.prefill), [1]);
+    // None that has a weight is there.
+    let other = Weights::parse("c=1").expect("valid").expect("some");
+    let bound = Bound {
+        draw: Some(Draw {
+            weights: &other,
+            number: 0,
+        }),
+        ..Bound::default()
+    };
+    assert_eq!(setup.bound(&bound).expect_err("no c"), NoSlot::NoRevision);
+    assert_eq!(setup.alone(&bound).expect_err("no c"), NoSlot::NoRevision);
 }

@@ -37,6 +37,17 @@ pub fn slot_identity(url: &str, rank: u32) -> u64 {
     hash::hash(u64::from(rank), url.as_bytes())
 }
 
+/// A number for a session, the same in every proxy, evenly spread.
+pub fn draw_of_session(session: &[u8]) -> u64 {
+    stir(hash::hash(0, session))
+}
+
+/// Another number, which says nothing of `number` to whoever looks at a part of either.
+pub(super) fn stir(number: u64) -> u64 {
+    const KEYS: [u64; 2] = [0x9fb2_1c65_1e98_df25, 0xd6e8_feb8_6659_fd93];
+    hash::mix(hash::mix(number ^ KEYS[0], KEYS[1]) ^ KEYS[1], KEYS[0])
+}
+
 /// A way to choose among slots. One policy object serves one role, so that its counter runs over
 /// all slots of that role and of no other.
 pub trait Policy: Send + std::fmt::Debug {
