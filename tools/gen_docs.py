@@ -50,7 +50,7 @@ def values_of(setting: Any) -> str:
         return "`FIRST-LAST`"
     if setting.kind == "addresses":
         return "list of `HOST:PORT`"
-    if setting.kind in ("text", "name"):
+    if setting.kind in ("text", "name", "url", "path"):
         return "text"
     if setting.kind == "int":
         return f"{setting.low:.0f} to {setting.high:.0f}"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "seconds", "ms", "text", "name", "choice", "ports", "addresses"]
+Kind = Literal[
+    "bool", "int", "seconds", "ms", "text", "name", "choice", "ports", "addresses", "url", "path"
+]
 
 # As many as the core keeps connected (``STANDING_MAX``).
 ADDRESSES_MAX = 256
@@ -280,9 +283,61 @@ SETTINGS: tuple[Setting, ...] = (
         1,
         65_536,
     ),
+    Setting(
+        "register_url",
+        "url",
+        "",
+        "`http://HOST:PORT` of the admin listener (`--admin-listen`) of `hetero-kv-proxy`: there "
+        "the engine registers at start, is heard of every `register_interval_s`, and says goodbye "
+        "at its end. A proxy that is away is tried again and costs nothing. Empty: it does not "
+        "register.",
+    ),
+    Setting(
+        "register_public_url",
+        "url",
+        "",
+        "`http://HOST:PORT` of this vLLM server's API as the proxy reaches it; needed with "
+        "`register_url`.",
+    ),
+    Setting(
+        "register_role",
+        "choice",
+        "auto",
+        "What the engine registers as. `auto`: by `kv_role`; `kv_both` has to say which.",
+        choices=("auto", "prefill", "decode"),
+    ),
+    Setting(
+        "register_dp",
+        "int",
+        0,
+        "DP ranks behind `register_public_url`, each of which the proxy then addresses. 0: what "
+        "vLLM tells, which is 1 for a dense model whatever its `--data-parallel-size`; vLLM then "
+        "chooses the rank.",
+        0,
+        1024,
+    ),
+    Setting(
+        "register_key_file",
+        "path",
+        "",
+        "File whose first key signs what is sent to `register_url`, for a proxy with "
+        "`--admin-key-file` (docs/proxy.md). Empty: nothing is signed.",
+    ),
+    Setting(
+        "register_interval_s",
+        "seconds",
+        2.0,
+        "Between two heartbeats at the proxy, which forgets an engine after three are missing.",
+        0.1,
+        600,
+    ),
 )
 
-KEPT_BY_PYTHON = frozenset(("empty_step_wait_ms", "lock_step_wait_ms"))
+KEPT_BY_PYTHON = frozenset(
+    setting.name
+    for setting in SETTINGS
+    if setting.name.startswith("register_") or setting.name.endswith("_step_wait_ms")
+)
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -330,6 +385,11 @@ class Settings:
             faults.append("peer_silence_s: must be at least three times heartbeat_s")
         if known >= {"margin_ms", "lease_s"} and self["margin_ms"] / 1e3 >= self["lease_s"] / 2:
             faults.append("margin_ms: must be below half of lease_s")
+        url, public = (self._values.get(f"register_{name}url") for name in ("", "public_"))
+        if url and public == "":
+            faults.append("register_public_url: needed with register_url")
+        if public and url == "":
+            faults.append("register_public_url: has no use without register_url")
         return faults
 
     def __getitem__(self, name: str) -> Any:
@@ -350,6 +410,10 @@ def _parse(setting: Setting, value: Any) -> Any:
         return _parse_host(value, wildcard=setting.name == "bind_host")
     if setting.kind == "name":
         return _parse_name(value)
+    if setting.kind == "url":
+        return _parse_url(value)
+    if setting.kind == "path":
+        return _parse_path(value)
     if setting.kind == "ports":
         return _parse_ports(value)
     if setting.kind == "addresses":
@@ -397,6 +461,31 @@ def _parse_name(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{0,63}", value.strip()):
         raise ValueError("must be a device name of at most 63 letters, digits, '_', '.' or '-'")
     return value.strip()
+
+
+def _parse_url(value: Any) -> str:
+    """A base URL without a slash at its end, or an empty text."""
+    wanted = "must be http://HOST:PORT, without user, query or fragment"
+    if not isinstance(value, str) or len(value) > 1024:
+        raise ValueError(wanted)
+    text = value.strip()
+    if not text:
+        return ""
+    plain = text.isascii() and text.isprintable() and not any(c in text for c in " ,@?#")
+    try:
+        parts = urllib.parse.urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not plain or parts.scheme != "http" or not parts.hostname or port == 0:
+        raise ValueError(wanted)
+    return text.rstrip("/")
+
+
+def _parse_path(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 4096 or "\0" in value:
+        raise ValueError("must be the path of a file")
+    return value
 
 
 def _parse_host(value: Any, wildcard: bool) -> str:

@@ -17,6 +17,7 @@ from hetero_kv.engine import Engine, default_host
 from hetero_kv.fault import FLIP_SOURCE, FlipSource, fault, fault_mark
 from hetero_kv.layout import kv_scales, model_layers
 from hetero_kv.metadata import HeteroKVHandshake, HeteroKVMetadata
+from hetero_kv.registration import registration
 from hetero_kv.stats import HeteroKVStats
 from hetero_kv.trace import Trace
 
@@ -78,6 +79,7 @@ class SchedulerConnector:
     def __init__(self, vllm_config: Any, settings: Settings, engine: Engine) -> None:
         self._settings = settings
         self._engine = engine
+        self._registration = registration(vllm_config, settings, engine)
         self._core: _core.Scheduler | None = None
         self._kv_cache_manager: Any = None
         self._known: set[str] = set()
@@ -109,6 +111,7 @@ class SchedulerConnector:
             "settings": self._settings.for_core(default_host()),
             "engine": self._engine.for_core(),
             "fields": {**fields, **spanning},
+            "registration": self._registration,
         }
         self._core = _core.Scheduler(json.dumps(options), [card.card for card in cards])
         if self._core.port is not None:

@@ -183,3 +183,35 @@ def test_a_device_name_is_a_name() -> None:
         assert Settings({"verbs_device": name})["verbs_device"] == name.strip()
     for bad in ("mlx5 0", "../rxe0", "x" * 64, 3, None, ["rxe0"], "r\u00e9"):
         assert faults(verbs_device=bad)[0].startswith("verbs_device: must be a device name")
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [("http://h:1", "http://h:1"), (" http://[::1]:80/a/ ", "http://[::1]:80/a"), ("", "")],
+)
+def test_urls(text: str, url: str) -> None:
+    given = {"register_url": text, "register_public_url": text}
+    assert Settings(given)["register_url"] == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["h:1", "https://h:1", "http://", "http://u@h", "http://h?x", "http://h#x", "http://h:0",
+     "http://h:99999", "http://h:x", "http://a b", "http://a,b", "http://h\nx", "http://[x",
+     1, None],
+)  # fmt: skip
+def test_what_is_no_url(text: Any) -> None:
+    fault = faults(register_url=text, register_public_url="http://h:1")[0]
+    assert fault.startswith("register_url: must be http://HOST:PORT"), fault
+
+
+def test_the_two_urls_come_together() -> None:
+    assert faults(register_url="http://h:1") == ["register_public_url: needed with register_url"]
+    assert faults(register_public_url="http://h:1") == [
+        "register_public_url: has no use without register_url"
+    ]
+
+
+@pytest.mark.parametrize("path", [1, None, "a\0b", "x" * 5000])
+def test_what_is_no_path(path: Any) -> None:
+    assert faults(register_key_file=path)[0].startswith("register_key_file: must be the path")

@@ -20,14 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from test_proxy_legs import (
-    HOST,
-    PROMPT,
-    Engine,
-    Leg,
+
+# Also what vLLM's code imports in place of msgpack.
+from test_proxy_legs import HOST, PROMPT, Engine, Leg, prefilled
+from vllm.distributed.kv_transfer.kv_connector.v1.moriio import (
     moriio_common,
     moriio_connector,
-    prefilled,
 )
 
 from hetero_kv.demo.witness import executable
@@ -202,7 +200,7 @@ def test_pyzmq_sends_the_older_form_and_frames_that_are_refused() -> None:
         until("three are refused", lambda: frames(port, "malformed") == 3)
         dealer.send_multipart([b"a", b"b", b"c"])
         until("too many frames end the connection", lambda: frames(port, "too_large") == 1)
-        assert monitor.poll(WAIT_S * 1000)
+        assert monitor.poll(int(WAIT_S * 1000))
         monitor.recv_multipart()
         # libzmq has dialled again by itself.
         dealer.send(msgspec.msgpack.encode(older))

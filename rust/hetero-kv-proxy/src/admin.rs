@@ -121,6 +121,10 @@ pub struct WorkerView {
     told: BTreeMap<String, String>,
     /// With whom it is not paired for a time.
     avoided_with: Vec<AvoidedWith>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv: Option<Arc<serde_json::Map<String, serde_json::Value>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compat: Option<Arc<std::collections::BTreeMap<String, String>>>,
 }
 
 /// An engine of the other role with which one is not paired for a time.
@@ -149,6 +153,7 @@ fn told(worker: &Worker) -> BTreeMap<String, String> {
 
 fn worker_view(app: &App, instance: &Instance, view: InstanceView, now_ms: u64) -> WorkerView {
     let registration = &instance.registration;
+    let facts = instance.facts();
     WorkerView {
         id: instance.id(),
         role: instance.role.name(),
@@ -178,6 +183,8 @@ fn worker_view(app: &App, instance: &Instance, view: InstanceView, now_ms: u64) 
             .map(|(id, for_ms)| AvoidedWith { id, for_ms })
             .collect(),
         told: told(&instance.worker),
+        kv: facts.kv,
+        compat: facts.compat,
     }
 }
 

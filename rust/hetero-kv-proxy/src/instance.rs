@@ -12,6 +12,7 @@ use crate::connectors::PeerSpec;
 use crate::routing::{InstanceIndex, Role, Trust};
 use crate::sync::lock;
 use crate::upstream::{PoolLimits, Upstream};
+use crate::workers::Facts;
 
 /// Why an instance takes no leg any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +67,8 @@ pub struct Instance {
     pub(crate) bootstrap: Option<Bootstrap>,
     /// One start of the engine, once the worker has told it.
     engine_id: Mutex<Option<String>>,
+    /// What its connector says of itself.
+    facts: Mutex<Facts>,
     ttl_ms: AtomicU64,
     heard_ms: AtomicU64,
     leave: Mutex<Option<Leave>>,
@@ -99,6 +102,7 @@ impl Instance {
             bootstrap,
             registration,
             engine_id: Mutex::new(None),
+            facts: Mutex::default(),
             ttl_ms: AtomicU64::new(0),
             heard_ms: AtomicU64::new(0),
             leave: Mutex::new(None),
@@ -138,6 +142,16 @@ impl Instance {
         };
         let mut known = lock(&self.engine_id);
         known.get_or_insert_with(|| told.to_owned()) == told
+    }
+
+    /// What its connector has said of itself.
+    pub(crate) fn facts(&self) -> Facts {
+        lock(&self.facts).clone()
+    }
+
+    /// The connector says so from here on.
+    pub(crate) fn set_facts(&self, facts: Facts) {
+        *lock(&self.facts) = facts;
     }
 
     /// A heartbeat came at `now_ms`; it is good for `ttl_ms`.

@@ -9,13 +9,16 @@ use hetero_kv_core::layout::{CompatFields, KvHeads};
 use hetero_kv_core::plan::{SourcePolicy, Striping};
 use hetero_kv_core::producer::LeaseTimes;
 use hetero_kv_core::wire::message::EngineIdentity;
+use hetero_kv_core::wire::params::PARAMS_VERSION;
 use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
+use hetero_kv_transport::registration::{Key, RegistrationOptions};
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
 use hetero_kv_transport::verbs::{DeviceChoice, VerbsOptions};
 use hetero_kv_transport::worker::{VerbsUse, WorkerOptions, WorkerPlace};
 use serde::Deserialize;
+use serde_json::{Value, json};
 
 /// The settings of `kv_connector_extra_config`, already checked by `hetero_kv.config`.
 #[derive(Clone, Debug, Deserialize)]
@@ -77,6 +80,74 @@ pub(crate) struct SchedulerStart {
     pub(crate) settings: Settings,
     pub(crate) engine: Engine,
     pub(crate) fields: CompatFields,
+    /// Where to register, if anywhere.
+    #[serde(default)]
+    pub(crate) registration: Option<RegistrationStart>,
+}
+
+/// What this engine tells the proxy of itself.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RegistrationStart {
+    proxy_url: String,
+    public_url: String,
+    /// `prefill` or `decode`.
+    role: String,
+    /// DP ranks behind `public_url`.
+    dp: u32,
+    interval_s: f64,
+    key_file: Option<String>,
+    /// What is known before the start.
+    kv: serde_json::Map<String, Value>,
+}
+
+impl RegistrationStart {
+    /// With what is known since the start: `identity`, and where its control listener is.
+    ///
+    /// # Errors
+    /// A key file that cannot be read.
+    pub(crate) fn options(
+        self,
+        identity: &EngineIdentity,
+        control: Option<(&str, u16)>,
+        block_size: u32,
+        fields: &CompatFields,
+    ) -> Result<RegistrationOptions, String> {
+        let incarnation = format!("{:016x}", identity.incarnation.0);
+        let mut kv = self.kv;
+        let mut tell = |name: &str, value: Value| kv.insert(name.to_owned(), value);
+        tell("engine_id", json!(identity.engine.as_str()));
+        tell("incarnation", json!(incarnation));
+        tell("params_version", json!(PARAMS_VERSION));
+        tell("dp_rank", json!(identity.dp_rank.0));
+        tell("dp_size", json!(identity.dp_size));
+        tell("tp_size", json!(identity.tp_size));
+        tell("pp_size", json!(identity.pp_size));
+        tell("block_size", json!(block_size));
+        if let Some((host, port)) = control {
+            let control = match host.contains(':') {
+                true => format!("[{host}]:{port}"),
+                false => format!("{host}:{port}"),
+            };
+            tell("control", json!(control));
+        }
+        let key = self.key_file.as_deref().map(Key::read).transpose();
+        let interval = seconds(self.interval_s);
+        Ok(RegistrationOptions {
+            body: json!({
+                "role": self.role,
+                "url": self.public_url,
+                "dp": self.dp,
+                "engine_id": incarnation,
+                "heartbeat_interval_ms": interval.as_millis() as u64,
+                "kv": kv,
+                "compat": fields,
+            }),
+            proxy_url: self.proxy_url,
+            interval,
+            key: key.map_err(|fault| format!("register_key_file: {fault}"))?,
+        })
+    }
 }
 
 /// For [`crate::worker::Worker`].

@@ -7,6 +7,7 @@ use hetero_kv_core::ids::{BlockId, EngineId, Incarnation, TpRank};
 use hetero_kv_core::wire::card::WorkerCard;
 use hetero_kv_core::wire::params::TransferParams;
 use hetero_kv_transport::control::ControlLimits;
+use hetero_kv_transport::registration::Registration;
 use hetero_kv_transport::scheduler::{
     Prefilled, SchedulerFigures, SchedulerOptions, SchedulerSide, random_bytes,
 };
@@ -21,6 +22,7 @@ use crate::{digest, error};
 #[pyclass(frozen, module = "hetero_kv._core")]
 pub(crate) struct Scheduler {
     side: SchedulerSide,
+    registration: Option<Registration>,
 }
 
 #[pymethods]
@@ -38,8 +40,11 @@ impl Scheduler {
             .map_err(|e| error::value("worker card", e))?;
         let incarnation = random_bytes().map_err(|e| error::system("random bytes", e))?;
         let incarnation = Incarnation(u64::from_le_bytes(incarnation));
+        let identity = start.engine.identity(incarnation);
+        let (fields, host) = (start.fields.clone(), start.settings.host.clone());
+        let block_size = start.engine.block_size;
         let options = SchedulerOptions {
-            identity: start.engine.identity(incarnation),
+            identity: identity.clone(),
             fields: start.fields,
             heads: start.engine.heads(),
             workers,
@@ -56,7 +61,18 @@ impl Scheduler {
         for (host, port) in start.settings.connect {
             side.keep_connected(host, port);
         }
-        Ok(Self { side })
+        let registration = match start.registration {
+            Some(registration) => {
+                let control = side.port().map(|port| (host.as_str(), port));
+                let options = registration
+                    .options(&identity, control, block_size, &fields)
+                    .map_err(|fault| error::value("registration", fault))?;
+                let started = Registration::start(options);
+                Some(started.map_err(|e| error::system("registration", e))?)
+            }
+            None => None,
+        };
+        Ok(Self { side, registration })
     }
 
     /// Port of the control listener; `None` for a consumer.
@@ -189,9 +205,15 @@ impl Scheduler {
         self.side.revoke_leases();
     }
 
-    /// Closes every connection and waits for the control thread.
+    /// Says goodbye to the proxy, closes every connection and waits for the threads.
     fn shutdown(&self, py: Python<'_>) {
-        py.detach(|| self.side.shutdown());
+        py.detach(|| {
+            // First: while it is registered it gets requests.
+            if let Some(registration) = &self.registration {
+                registration.stop();
+            }
+            self.side.shutdown();
+        });
     }
 
     /// Counters and gauges, as JSON.

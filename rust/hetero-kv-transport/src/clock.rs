@@ -15,6 +15,12 @@ pub fn now() -> Time {
     Time::from_origin(Duration::new(seconds, nanos))
 }
 
+/// Seconds since 1970 by the host's calendar clock, which may jump: for what is signed, not for
+/// durations.
+pub fn unix_s() -> u64 {
+    u64::try_from(clock_gettime(ClockId::Realtime).tv_sec).unwrap_or(0)
+}
+
 /// Time left until `deadline`; zero when it has passed.
 pub fn time_left(deadline: Time) -> Duration {
     deadline.since(now())

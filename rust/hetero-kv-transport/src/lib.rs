@@ -1,7 +1,7 @@
 //! Moving KV bytes between ranks, and nothing about which bytes: plans come from
 //! [`hetero_kv_core::plan`].
 //!
-//! Plain operating system threads; no async runtime, no Python, no HTTP. Nothing starts at import:
+//! Plain operating system threads; no async runtime, no Python, and no HTTP but in [`registration`]. Nothing starts at import:
 //! the reading side starts a thread per source when the first job for it comes, the holding side
 //! when it is told to serve. A forked child has none of these threads and gets a clear error.
 //!
@@ -25,6 +25,7 @@ pub mod mori;
 pub mod net;
 pub mod process;
 pub mod reader;
+pub mod registration;
 pub mod scheduler;
 pub mod tcp;
 pub mod transport;

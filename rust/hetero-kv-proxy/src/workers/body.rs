@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
+use super::facts::{self, Facts};
 use crate::config::{Worker, WorkerFault, assemble_worker, worker_keys};
 use crate::openai::error::ApiError;
 use crate::routing::Role;
@@ -27,6 +28,7 @@ pub(super) struct Told {
     pub(super) worker: Worker,
     pub(super) engine_id: Option<String>,
     pub(super) ttl_ms: u64,
+    pub(super) facts: Facts,
 }
 
 /// The members of one JSON object, each once, in their order.
@@ -57,7 +59,7 @@ impl<'de> Deserialize<'de> for Members {
     }
 }
 
-fn fault(code: &'static str, field: &str, message: String) -> ApiError {
+pub(super) fn fault(code: &'static str, field: &str, message: String) -> ApiError {
     ApiError {
         param: Some(field.to_owned()),
         ..ApiError::new(400, code, message)
@@ -156,6 +158,8 @@ pub(super) fn told(body: &[u8]) -> Result<Told, ApiError> {
         "engine_id",
         "heartbeat_interval_ms",
         "ttl_ms",
+        "kv",
+        "compat",
     ];
     let fields: Vec<String> = own
         .into_iter()
@@ -213,6 +217,10 @@ pub(super) fn told(body: &[u8]) -> Result<Told, ApiError> {
         worker,
         engine_id,
         ttl_ms,
+        facts: Facts {
+            kv: facts::kv(members.get("kv"))?,
+            compat: facts::compat(members.get("compat"))?,
+        },
     })
 }
 

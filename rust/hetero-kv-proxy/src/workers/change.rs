@@ -116,6 +116,7 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
             .map_err(|error| internal(&error))?;
         instance.heard(now_ms, told.ttl_ms);
         instance.is_start(told.engine_id.as_deref());
+        instance.set_facts(told.facts);
         let instance = app.take_in_probed(instance, Standing::Serving);
         drop(held);
         tracing::info!(
@@ -131,6 +132,7 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
     let same_start = known.is_start(told.engine_id.as_deref());
     if same_start && known.worker == told.worker {
         known.heard(now_ms, told.ttl_ms);
+        known.set_facts(told.facts);
         return Ok((Arc::clone(known), false));
     }
     check(app, known.role, &told.worker)?;
@@ -140,6 +142,7 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
         .map_err(|error| internal(&error))?;
     next.is_start(engine_id.as_deref());
     next.heard(now_ms, told.ttl_ms);
+    next.set_facts(told.facts);
     // What an operator keeps from traffic stays so when it restarts.
     let standing = app.with_pool(known.role, |pool| pool.standing(known.index));
     let next = app.take_in_probed(next, standing.unwrap_or(Standing::Serving));
@@ -275,6 +278,7 @@ pub(super) async fn change_role(
         .instance(role, instance.worker.clone(), instance.registration)
         .map_err(|error| internal(&error))?;
     next.is_start(instance.engine_id().as_deref());
+    next.set_facts(instance.facts());
     let (_, ttl_ms) = instance.last_heard();
     next.heard(app.now_ms(), ttl_ms);
     let next = app.take_in_probed(next, Standing::Serving);

@@ -2,6 +2,7 @@
 
 mod body;
 mod change;
+mod facts;
 mod revisions;
 pub(crate) mod zmq;
 
@@ -15,6 +16,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 pub(crate) use change::sweep;
+pub(crate) use facts::Facts;
 
 use crate::admin;
 use crate::admit;

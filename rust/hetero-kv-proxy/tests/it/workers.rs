@@ -808,3 +808,45 @@ async fn a_worker_that_the_connector_cannot_serve_is_refused_with_the_reason() {
     );
     assert_eq!(ids(&proxy).await, ["decode-0"]);
 }
+
+#[tokio::test]
+async fn what_a_connector_says_of_itself_is_shown_and_changes_no_worker() {
+    let (_blocks, p, _d) = pair().await;
+    let proxy = managed(&[], &[]).await;
+    let kv =
+        json!({"connector": "hetero", "block_size": 16, "control": "10.0.0.1:7000", "mla": false});
+    let compat = json!({"model": "m", "dtype": "bfloat16"});
+    let (status, told) = register(&proxy, "prefill", &p, json!({"kv": kv, "compat": compat})).await;
+    assert_eq!((status, &told["kv"], &told["compat"]), (201, &kv, &compat));
+    let more = json!({"kv": {"block_size": 32}});
+    let (status, told) = register(&proxy, "prefill", &p, more).await;
+    assert_eq!((status, &told["id"]), (200, &json!("prefill-0")));
+    assert_eq!(
+        worker(&proxy, "prefill-0").await["kv"],
+        json!({"block_size": 32})
+    );
+    assert!(worker(&proxy, "prefill-0").await["compat"].is_null());
+    for (more, field) in [
+        (json!({"kv": [1]}), "kv"),
+        (json!({"kv": {"a": [1]}}), "kv"),
+        (json!({"kv": {"a": 1.5}}), "kv"),
+        (json!({"kv": {"A b": 1}}), "kv"),
+        (json!({"kv": {"a": "x".repeat(4097)}}), "kv"),
+        (json!({"compat": {"a": 1}}), "compat"),
+        (json!({"compat": {"": "x"}}), "compat"),
+    ] {
+        let (status, told) = register(&proxy, "prefill", &p, more.clone()).await;
+        let error = &told["error"];
+        assert_eq!(
+            (status, &error["code"], &error["param"]),
+            (400, &json!("invalid_field"), &json!(field)),
+            "{more}"
+        );
+    }
+    let many: serde_json::Map<String, Value> =
+        (0..65).map(|i| (format!("a{i}"), json!(i))).collect();
+    assert_eq!(
+        register(&proxy, "prefill", &p, json!({"kv": many})).await.0,
+        400
+    );
+}

@@ -14,7 +14,7 @@ use tokio::sync::{Semaphore, watch};
 use self::frame::{Announced, announced};
 use self::zmtp::{Fault, Limits, Peer};
 use super::body::{Told, refused};
-use super::change;
+use super::{Facts, change};
 use crate::app::App;
 use crate::config::{Worker, WorkerFault, assemble_worker};
 use crate::connectors::Connector;
@@ -173,6 +173,7 @@ impl Desk {
             worker,
             engine_id: None,
             ttl_ms: self.ttl.as_millis() as u64,
+            facts: Facts::default(),
         })
     }
 
