@@ -32,23 +32,23 @@ def registration(vllm_config: Any, settings: Settings, engine: Engine) -> dict[s
         "dp": settings["register_dp"] or dp,
         "interval_s": settings["register_interval_s"],
         "key_file": settings["register_key_file"] or None,
+        "models": served_names(model),
         "kv": {
             "connector": "hetero",
             "mode": "read",
             "transport": settings["transport"],
-            "model": served_name(model),
+            "model": served_names(model)[0],
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         },
     }
 
 
-def served_name(model: Any) -> str:
-    """The name by which clients ask for the model: the first of several."""
+def served_names(model: Any) -> list[str]:
+    """The names by which clients ask for the model."""
     served = model.served_model_name
-    if isinstance(served, list | tuple):
-        served = served[0] if served else None
-    return str(served or model.model)
+    names = list(served) if isinstance(served, list | tuple) else [served]
+    return [str(name) for name in names if name] or [str(model.model)]
 
 
 def ranks_behind_url(parallel: Any, engine: Engine) -> tuple[bool, int]:

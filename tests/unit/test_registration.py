@@ -22,7 +22,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not installed")
 from contract_engine import BLOCK_SIZE, engines, make_config
 from hetero_kv.config import Settings, SettingsError
 from hetero_kv.demo.witness import executable
-from hetero_kv.registration import ranks_behind_url, registration, served_name
+from hetero_kv.registration import ranks_behind_url, registration, served_names
 
 pytestmark = pytest.mark.vllm
 
@@ -107,6 +107,16 @@ def test_an_engine_tells_what_it_is_and_says_goodbye(config_folder: Path) -> Non
             assert (kv["connector"], kv["mode"], kv["engine_id"]) == ("hetero", "read", "p0")
             assert (kv["tp_size"], kv["dp_rank"], kv["block_size"]) == (1, 0, BLOCK_SIZE)
             assert kv["dtype"] == "float32"
+            # What the proxy pairs workers by.
+            compat = one["compat"]
+            assert one["told"] == {
+                "model": kv["model"],
+                "dtype": compat["kv_cache_dtype"],
+                "kv_heads": compat["kv_heads"],
+                "layout": compat["page_format"].replace(" ", "_").replace(",", "_"),
+                "mode": "read",
+                "control": kv["control"],
+            }
             assert one["compat"] == engine.workers[0].connector.get_handshake_metadata().fields | {
                 name: one["compat"][name] for name in ("layers", "kv_scales")
             }
@@ -209,7 +219,12 @@ def test_one_scheduler_of_each_api_server_registers() -> None:
     assert ranks_behind_url(external, engine(7, 8)) == (True, 1)
 
 
-def test_the_name_that_clients_use_is_told() -> None:
-    names: list[tuple[Any, str]] = [(["a", "b"], "a"), ("c", "c"), (None, "m"), ([], "m")]
+def test_the_names_that_clients_use_are_told() -> None:
+    names: list[tuple[Any, list[str]]] = [
+        (["a", "b"], ["a", "b"]),
+        ("c", ["c"]),
+        (None, ["m"]),
+        ([], ["m"]),
+    ]
     for served, told in names:
-        assert served_name(SimpleNamespace(served_model_name=served, model="m")) == told
+        assert served_names(SimpleNamespace(served_model_name=served, model="m")) == told

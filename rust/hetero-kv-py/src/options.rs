@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hetero_kv_core::consumer::ConsumerOptions;
 use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
-use hetero_kv_core::layout::{CompatFields, KvHeads};
+use hetero_kv_core::layout::{CompatFields, KvHeads, field};
 use hetero_kv_core::plan::{SourcePolicy, Striping};
 use hetero_kv_core::producer::LeaseTimes;
 use hetero_kv_core::wire::message::EngineIdentity;
@@ -97,6 +97,8 @@ pub(crate) struct RegistrationStart {
     dp: u32,
     interval_s: f64,
     key_file: Option<String>,
+    /// Names under which the engine serves its model.
+    models: Vec<String>,
     /// What is known before the start.
     kv: serde_json::Map<String, Value>,
 }
@@ -133,16 +135,43 @@ impl RegistrationStart {
         }
         let key = self.key_file.as_deref().map(Key::read).transpose();
         let interval = seconds(self.interval_s);
+        let mut body = json!({
+            "role": self.role,
+            "url": self.public_url,
+            "dp": self.dp,
+            "engine_id": incarnation,
+            "heartbeat_interval_ms": interval.as_millis() as u64,
+            "compat": fields,
+        });
+        // By these the proxy pairs workers before a leg is sent.
+        let told = |name: &str| fields.get(name).map(str::to_owned);
+        let pairing = [
+            ("model", Some(self.models.join("|"))),
+            ("revision", told(field::REVISION).filter(|it| it != "none")),
+            ("dtype", told(field::KV_CACHE_DTYPE)),
+            ("kv_heads", told(field::KV_HEADS)),
+            // Words; a worker's field has no blanks.
+            (
+                "layout",
+                told(field::PAGE_FORMAT).map(|it| it.replace([' ', ','], "_")),
+            ),
+            (
+                "mode",
+                kv.get("mode").and_then(Value::as_str).map(str::to_owned),
+            ),
+            (
+                "control",
+                kv.get("control").and_then(Value::as_str).map(str::to_owned),
+            ),
+        ];
+        for (name, value) in pairing {
+            if let Some(value) = value.filter(|value| is_plain(value)) {
+                body[name] = json!(value);
+            }
+        }
+        body["kv"] = Value::Object(kv);
         Ok(RegistrationOptions {
-            body: json!({
-                "role": self.role,
-                "url": self.public_url,
-                "dp": self.dp,
-                "engine_id": incarnation,
-                "heartbeat_interval_ms": interval.as_millis() as u64,
-                "kv": kv,
-                "compat": fields,
-            }),
+            body,
             proxy_url: self.proxy_url,
             interval,
             key: key.map_err(|fault| format!("register_key_file: {fault}"))?,
@@ -158,6 +187,13 @@ pub(crate) struct WorkerStart {
     pub(crate) engine: Engine,
     pub(crate) tp_rank: u32,
     pub(crate) pp_rank: u32,
+}
+
+/// Whether a text can stand in a worker's field at the proxy; what cannot is not told.
+fn is_plain(text: &str) -> bool {
+    const BYTES_MAX: usize = 512;
+    let byte_ok = |byte: u8| byte.is_ascii_graphic() && byte != b',';
+    (1..=BYTES_MAX).contains(&text.len()) && text.bytes().all(byte_ok)
 }
 
 fn seconds(value: f64) -> Duration {
