@@ -97,6 +97,8 @@ struct State {
     next: VecDeque<Script>,
     seen: Vec<Seen>,
     connections: usize,
+    /// First line and `Host` of everything that was asked, probes too.
+    asked: Vec<(String, String)>,
     /// Requests that are being performed, and the most there ever were.
     running: (usize, usize),
     healthy: bool,
@@ -142,6 +144,7 @@ impl Engine {
             next: VecDeque::new(),
             seen: Vec::new(),
             connections: 0,
+            asked: Vec::new(),
             running: (0, 0),
             healthy: true,
             blocks: Arc::clone(blocks),
@@ -210,6 +213,11 @@ impl Engine {
         self.state.lock().expect("state").seen.len()
     }
 
+    /// First line and `Host` of everything that was asked, probes too.
+    pub(crate) fn asked(&self) -> Vec<(String, String)> {
+        self.state.lock().expect("state").asked.clone()
+    }
+
     /// The most requests that it ever performed at once.
     pub(crate) fn peak(&self) -> usize {
         self.state.lock().expect("state").running.1
@@ -247,7 +255,15 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
     let (mut reader, mut writer) = stream.into_split();
     let mut buffer = Vec::new();
     while let Some((line, headers, body)) = read_request(&mut reader, &mut buffer).await {
-        let own = ["GET /health ", "GET /query ", "GET /v1/models "];
+        let host = headers.get("host").cloned().unwrap_or_default();
+        let asked = (line.clone(), host);
+        state.lock().expect("state").asked.push(asked);
+        let own = [
+            "GET /health ",
+            "GET /base/health ",
+            "GET /query ",
+            "GET /v1/models ",
+        ];
         if own.iter().any(|own| line.starts_with(own)) {
             let (healthy, bootstrap, models) = {
                 let state = state.lock().expect("state");

@@ -238,14 +238,26 @@ async fn more_requests_than_may_run_get_429_and_the_others_are_served() {
 }
 
 #[tokio::test]
-async fn a_burst_of_connects_loses_none() {
+async fn a_burst_of_connects_loses_none_and_keeps_no_engine_out() {
+    const CLIENTS: usize = 2_048;
+    hetero_kv_proxy::run::raise_open_files();
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
-    let proxy = proxy(&[&p], &[&d]).await;
-    let clients: Vec<_> = (0..300)
+    let mut engines = Vec::new();
+    for _ in 0..4 {
+        let (p, d) = (
+            Engine::prefill(&blocks).await,
+            Engine::decode(&blocks).await,
+        );
+        p.always(Script::After(
+            Duration::from_millis(200),
+            Box::new(Script::Prefill),
+        ));
+        engines.push((p, d));
+    }
+    let prefill: Vec<&Engine> = engines.iter().map(|(p, _)| p).collect();
+    let decode: Vec<&Engine> = engines.iter().map(|(_, d)| d).collect();
+    let proxy = proxy(&prefill, &decode).await;
+    let clients: Vec<_> = (0..CLIENTS)
         .map(|_| {
             let address = proxy.address;
             tokio::spawn(async move {
@@ -259,6 +271,66 @@ async fn a_burst_of_connects_loses_none() {
         assert_eq!(client.await.expect("a client"), 200);
     }
     assert!(blocks.lock().expect("blocks").is_empty());
+    for role in ["prefill", "decode"] {
+        let opens = format!("breaker_opens_total{{role=\"{role}\"}}");
+        assert_eq!(metric(&proxy, &opens).await, 0.0);
+    }
+}
+
+/// Faults that the proxy does not have to see are the engine's to tell, in its own words.
+#[tokio::test]
+async fn what_is_the_engines_to_judge_reaches_it_as_sent() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let proxy = proxy(&[&p], &[&d]).await;
+    for body in [
+        r#"{"prompt":"no model"}"#,
+        r#"{"model":"nobody has it","prompt":[1,2,3]}"#,
+        r#"{"messages":[{"role":"narrator","content":"x"}]}"#,
+        r#"{"prompt":"x","return_token_ids":true,"chat_template_kwargs":{"a":[null,1e3,"\u00e9"]},"temperature":-7}"#,
+    ] {
+        let mut client = Client::connect(proxy.address).await;
+        // As a body without a length: the legs have one.
+        let chunked = format!(
+            "POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n\
+             {:x}\r\n{body}\r\n0\r\n\r\n",
+            body.len()
+        );
+        client.raw(chunked.as_bytes()).await;
+        assert_eq!(client.reply().await.status, 200, "{body}");
+        let seen = d.seen().last().expect("a leg").text().to_owned();
+        let params = seen.find(r#""kv_transfer_params":"#).expect("params");
+        let end = seen.find(r#""deep":{"a":[null]}},"#).expect("their end");
+        let rest = format!("{}{}", &seen[..params], &seen[end + 21..]);
+        assert_eq!(rest, body);
+    }
+    assert_eq!((p.count(), d.count()), (4, 4));
+}
+
+/// A probe that spoke of the engine otherwise than traffic does could be wrong about it.
+#[tokio::test]
+async fn probes_name_the_host_as_traffic_does() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let named = |engine: &Engine| format!("localhost:{}", engine.address.port());
+    let url = |engine: &Engine| format!("http://{}/base", named(engine));
+    let proxy = proxy_with(Settings::default(), &[url(&p)], &[url(&d)]).await;
+    post(&proxy, COMPLETIONS, PROMPT).await;
+    for engine in [&p, &d] {
+        let asked = engine.asked();
+        let want = |line: &str| (format!("{line} HTTP/1.1"), named(engine));
+        assert_eq!(asked[0], want("GET /base/health"));
+        assert!(
+            asked.contains(&want("POST /base/v1/completions")),
+            "{asked:?}"
+        );
+    }
 }
 
 #[tokio::test]
