@@ -102,7 +102,9 @@ impl App {
             };
             let pool = Pool::new(role, Vec::new(), policy, rules);
             Mutex::new(Side {
-                pool: pool.with_legs_max(legs_max.unwrap_or(u32::MAX)),
+                pool: pool
+                    .with_legs_max(legs_max.unwrap_or(u32::MAX))
+                    .with_load_fresh_ms(3 * config.scrape_interval.as_millis() as u64),
                 instances: Snapshot::default(),
             })
         };

@@ -128,7 +128,7 @@ settings! {
     /// Policy of the prefill leg, instead of --policy
     #[arg(value_name = "POLICY")]
     prefill_policy: String, "HETERO_KV_PROXY_PREFILL_POLICY";
-    /// Policy of the decode leg, instead of --policy
+    /// Policy of the decode leg, instead of --policy [default: --policy, or least-loaded without it]
     #[arg(value_name = "POLICY")]
     decode_policy: String, "HETERO_KV_PROXY_DECODE_POLICY";
     /// consistent-hash: header by whose value requests belong together; empty for none [default: x-session-id]
@@ -137,6 +137,9 @@ settings! {
     /// consistent-hash: without that header, bytes of the prompt's beginning by which they do; 0 for none [default: 256]
     #[arg(value_name = "BYTES")]
     hash_prompt_bytes: usize, "HETERO_KV_PROXY_HASH_PROMPT_BYTES";
+    /// How often engines are asked for their load (GET /metrics), where a policy goes by load; an answer is good for three intervals; 0 is never [default: 1000]
+    #[arg(value_name = "MS")]
+    scrape_interval_ms: u64, "HETERO_KV_PROXY_SCRAPE_INTERVAL_MS";
     /// Whether a client may name the prefill worker of its request (`prefill_endpoint` in the body: the URL of a registered one); only where all clients are trusted to choose [default: false]
     #[arg(value_name = "true|false", num_args = 0..=1, default_missing_value = "true")]
     allow_prefill_endpoint: bool, "HETERO_KV_PROXY_ALLOW_PREFILL_ENDPOINT";

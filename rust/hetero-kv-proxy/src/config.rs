@@ -73,6 +73,8 @@ pub struct Config {
     pub hash_header: Option<HeaderName>,
     /// Bytes of the prompt's beginning by which requests without that header belong together.
     pub hash_prompt_bytes: usize,
+    /// Interval of scrapes; zero is none.
+    pub scrape_interval: Duration,
     /// Whether a client may name the prefill worker.
     pub allow_prefill_endpoint: bool,
     /// Shares of revisions, at first.
@@ -223,10 +225,14 @@ impl Config {
             faults.add(needed("--decode"));
         }
 
+        // Decode's legs are long and of unlike length: turns alone would leave some engines full
+        // and others idle.
+        let decode_default = resolved.policy.clone();
+        let decode_default = decode_default.unwrap_or_else(|| "least-loaded".to_owned());
         let policy = fill(&mut resolved.policy, "round-robin".to_owned());
         faults.policy("--policy", &policy);
-        let prefill_policy = fill(&mut resolved.prefill_policy, policy.clone());
-        let decode_policy = fill(&mut resolved.decode_policy, policy);
+        let prefill_policy = fill(&mut resolved.prefill_policy, policy);
+        let decode_policy = fill(&mut resolved.decode_policy, decode_default);
         let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
         let decode_policy = faults.policy("--decode-policy", &decode_policy);
         let hash_header = faults.header("--hash-header", &mut resolved.hash_header, "x-session-id");
@@ -267,6 +273,7 @@ impl Config {
             4_000,
             0,
         );
+        let scrape_interval = ms("--scrape-interval-ms", &mut r.scrape_interval_ms, 1_000, 0);
         let handover_grace = ms("--handover-grace-ms", &mut r.handover_grace_ms, 1000, 0);
         let health_interval = ms("--health-interval-ms", &mut r.health_interval_ms, 2_000, 10);
         let health_timeout = ms("--health-timeout-ms", &mut r.health_timeout_ms, 5_000, 10);
@@ -378,6 +385,7 @@ impl Config {
             decode_policy,
             hash_header,
             hash_prompt_bytes,
+            scrape_interval,
             allow_prefill_endpoint,
             revision_weights,
             require_kv,

@@ -37,6 +37,7 @@ pub(crate) mod revisions;
 pub mod routing;
 pub mod run;
 pub mod running;
+mod scrape;
 pub mod server;
 pub mod slots;
 pub mod stream;

@@ -154,6 +154,8 @@ pub struct Metrics {
     pub queue_rejects: Family<ReasonLabels, Counter>,
     /// Requests refused for want of a key or a signature.
     pub unauthorized: Family<ReasonLabels, Counter>,
+    /// Scrapes of engines by outcome.
+    pub engine_scrapes: Family<OutcomeLabels, Counter>,
     /// Requests served by a revision that was drawn.
     pub revision_requests: Family<RevisionLabels, Counter>,
     /// Requests that were drawn to a revision whose workers were away.
@@ -185,6 +187,7 @@ impl Default for Metrics {
             queue_wait_seconds: Histogram::new(SECONDS),
             queue_rejects: Family::default(),
             unauthorized: Family::default(),
+            engine_scrapes: Family::default(),
             revision_requests: Family::default(),
             revision_moves: Family::default(),
             zmq_frames: Family::default(),
@@ -274,6 +277,11 @@ impl Default for Metrics {
             "unauthorized",
             "Requests refused for want of a key or a signature",
             new.unauthorized.clone(),
+        );
+        r.register(
+            "engine_scrapes",
+            "GET /metrics of engines, for their load, by outcome",
+            new.engine_scrapes.clone(),
         );
         r.register(
             "revision_requests",

@@ -8,19 +8,22 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use crate::app::App;
 use crate::instance::Instance;
+use crate::scrape;
 use crate::upstream::{LegBody, Upstream};
 
 /// A health answer is a few bytes; of a longer one the status is enough.
 const HEALTH_BYTES_MAX: usize = 64 << 10;
 
-/// Starts the probe of one engine; it ends when the engine is removed, or the proxy stops.
+/// Starts the probe of one engine, and the scrapes; both end when the engine is removed, or the proxy stops.
 pub fn start(app: &Arc<App>, instance: &Arc<Instance>) {
-    let task = watch_one(Arc::clone(app), Arc::clone(instance));
+    let probes = watch_one(Arc::clone(app), Arc::clone(instance));
+    let (scraping, scraped) = (Arc::clone(app), Arc::clone(instance));
+    let task = async move { tokio::join!(probes, scrape::run(&scraping, &scraped)) };
     let gone = instance.gone.clone();
     let mut stop = app.stop.subscribe();
     tokio::spawn(async move {
         tokio::select! {
-            () = task => {}
+            _ = task => {}
             () = gone.cancelled() => {}
             _ = stop.wait_for(|stop| *stop) => {}
         }

@@ -5,6 +5,7 @@
 
 mod bad_pairs;
 mod breaker;
+mod engine_load;
 mod flow;
 mod health;
 mod kind;
@@ -19,6 +20,7 @@ mod tests;
 
 pub use bad_pairs::{AVOID_MS, AVOID_MS_MAX, BadPairs};
 pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
+pub use engine_load::EngineLoad;
 pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure};
 pub use health::{Health, HealthRules, HealthState};
 pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};

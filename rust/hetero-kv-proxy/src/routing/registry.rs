@@ -2,7 +2,8 @@
 
 use super::policy::{Candidate, Policy, PolicyKind, RequestKey, slot_identity};
 use super::{
-    Health, HealthRules, HealthState, InstanceIndex, KindId, KindSet, LegFault, Role, Unlike,
+    EngineLoad, Health, HealthRules, HealthState, InstanceIndex, KindId, KindSet, LegFault, Role,
+    Unlike,
 };
 
 /// One instance as configured.
@@ -99,6 +100,8 @@ pub struct InstanceView {
     pub spec: InstanceSpec,
     /// Legs in flight for each DP rank, rank 0 first.
     pub in_flight_by_rank: Vec<u32>,
+    /// Requests that each rank has from others; `None` where that is not known.
+    pub elsewhere_by_rank: Option<Vec<u32>>,
     /// The present state.
     pub state: HealthState,
     /// Whether it answered recently.
@@ -121,8 +124,31 @@ struct Instance {
     health: Health,
     /// Legs for each DP rank, rank 0 first.
     in_flight: Vec<u32>,
+    /// Number of the pick at which each rank was last chosen.
+    picked: Vec<u64>,
     /// Transfers whose blocks it keeps for a decode leg.
     kept: u32,
+    /// What it does for others, by its own words.
+    elsewhere: Elsewhere,
+}
+
+/// The load of an instance that is not this proxy's.
+#[derive(Debug, Default)]
+struct Elsewhere {
+    /// When it was asked.
+    asked_ms: u64,
+    /// Requests and cache in use, by DP rank; empty while it was not asked.
+    ranks: Vec<(u32, u16)>,
+    /// Of all ranks together.
+    sums: (u64, u64),
+}
+
+impl Elsewhere {
+    /// What is known at `now_ms`: an answer older than `fresh_ms` says nothing.
+    fn known(&self, now_ms: u64, fresh_ms: u64) -> Option<&Self> {
+        let fresh = now_ms.saturating_sub(self.asked_ms) <= fresh_ms;
+        (fresh && !self.ranks.is_empty()).then_some(self)
+    }
 }
 
 impl Instance {
@@ -161,7 +187,12 @@ pub struct Pool {
     /// One more than the last index given; none is given twice.
     next: usize,
     slots: Vec<Slot>,
+    /// Picks so far.
+    picks: u64,
     policy: Box<dyn Policy>,
+    reads_load: bool,
+    /// Age at which what an engine said of its load says nothing any more.
+    load_fresh_ms: u64,
     rules: HealthRules,
     candidates: Vec<Candidate>,
 }
@@ -180,7 +211,10 @@ impl Pool {
             instances: Vec::new(),
             next: 0,
             slots: Vec::new(),
+            picks: 0,
             policy: policy.build(),
+            reads_load: policy.reads_load(),
+            load_fresh_ms: 0,
             rules,
             candidates: Vec::new(),
         };
@@ -197,6 +231,73 @@ impl Pool {
         self
     }
 
+    /// The same pool, in which what engines say of their load is good for `fresh_ms`.
+    #[must_use]
+    pub fn with_load_fresh_ms(mut self, fresh_ms: u64) -> Self {
+        self.load_fresh_ms = fresh_ms;
+        self
+    }
+
+    /// Whether the policy goes by load.
+    pub fn reads_load(&self) -> bool {
+        self.reads_load
+    }
+
+    /// Legs in flight at an instance by DP rank; none where it is not there.
+    pub fn legs(&self, instance: InstanceIndex) -> Vec<u32> {
+        let at = self.position(instance);
+        at.map(|at| self.instances[at].in_flight.clone())
+            .unwrap_or_default()
+    }
+
+    /// An instance was asked for its load at `asked_ms` and said `loads`, one for each DP rank. Of
+    /// these requests `own` are this proxy's, which are counted here anyhow, and better.
+    pub fn on_scraped(
+        &mut self,
+        instance: InstanceIndex,
+        loads: &[EngineLoad],
+        own: &[u32],
+        asked_ms: u64,
+    ) {
+        let Some(known) = self.get_mut(instance) else {
+            return;
+        };
+        if loads.len() != known.in_flight.len() || own.len() != loads.len() {
+            return;
+        }
+        let ranks = loads.iter().zip(own);
+        let ranks: Vec<(u32, u16)> = ranks
+            .map(|(load, own)| (load.requests.saturating_sub(*own), load.cache_used))
+            .collect();
+        known.elsewhere = Elsewhere {
+            asked_ms,
+            sums: ranks.iter().fold((0, 0), |(requests, used), rank| {
+                (requests + u64::from(rank.0), used + u64::from(rank.1))
+            }),
+            ranks,
+        };
+    }
+
+    /// The mean of what slots do for others, over those of which it is known: a slot of which it is
+    /// not is neither a haven nor shunned.
+    fn elsewhere_mean(&self, now_ms: u64) -> (u32, u16) {
+        let known = |instance: &Instance| {
+            let known = instance.elsewhere.known(now_ms, self.load_fresh_ms)?;
+            Some((known.sums, known.ranks.len() as u64))
+        };
+        let (mut requests, mut used, mut count) = (0_u64, 0_u64, 0_u64);
+        for (sums, ranks) in self.instances.iter().filter_map(known) {
+            requests = requests.saturating_add(sums.0);
+            used += sums.1;
+            count += ranks;
+        }
+        let mean = |sum: u64| sum.checked_div(count).unwrap_or(0);
+        (
+            u32::try_from(mean(requests)).unwrap_or(u32::MAX),
+            u16::try_from(mean(used)).unwrap_or(u16::MAX),
+        )
+    }
+
     /// Takes in an instance of which nothing is known yet, under an index that no other had.
     pub fn add(&mut self, spec: InstanceSpec, trust: Trust, standing: Standing) -> InstanceIndex {
         let index = InstanceIndex(self.next);
@@ -204,12 +305,14 @@ impl Pool {
         self.instances.push(Instance {
             index,
             in_flight: vec![0; spec.dp as usize],
+            picked: vec![0; spec.dp as usize],
             spec,
             kind: KindId::SILENT,
             trust,
             standing,
             health: Health::default(),
             kept: 0,
+            elsewhere: Elsewhere::default(),
         });
         self.order_slots();
         index
@@ -376,14 +479,23 @@ impl Pool {
             false => &[],
         };
         self.candidates.clear();
+        let mean = match self.reads_load && self.load_fresh_ms > 0 {
+            true => self.elsewhere_mean(now_ms),
+            false => (0, 0),
+        };
         for (slot, position) in self.slots.iter().zip(0..) {
             let known = &self.instances[slot.at];
             let in_flight = known.in_flight[slot.rank as usize];
             let shunned = shun.contains(&known.index);
             if preferred(known) && !shunned && in_flight < self.legs_max {
+                let elsewhere = known.elsewhere.known(now_ms, self.load_fresh_ms);
+                let elsewhere = elsewhere.and_then(|known| known.ranks.get(slot.rank as usize));
+                let (elsewhere, cache_used) = elsewhere.copied().unwrap_or(mean);
                 self.candidates.push(Candidate {
                     slot: position,
-                    in_flight,
+                    load: in_flight.saturating_add(elsewhere),
+                    cache_used,
+                    picked: known.picked[slot.rank as usize],
                     identity: slot.identity,
                 });
             }
@@ -433,6 +545,8 @@ impl Pool {
         let known = &mut self.instances[at];
         let trial = known.health.on_begin(now_ms);
         known.in_flight[rank as usize] += 1;
+        self.picks += 1;
+        known.picked[rank as usize] = self.picks;
         let instance = known.index;
         Picked {
             slot: SlotId {
@@ -551,6 +665,10 @@ impl Pool {
                 index: known.index,
                 spec: known.spec.clone(),
                 in_flight_by_rank: known.in_flight.clone(),
+                elsewhere_by_rank: known
+                    .elsewhere
+                    .known(now_ms, self.load_fresh_ms)
+                    .map(|known| known.ranks.iter().map(|(requests, _)| *requests).collect()),
                 state: known.health.state(now_ms),
                 ready: known.health.is_ready(&self.rules, now_ms),
                 kept: known.kept,

@@ -628,3 +628,49 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn what_engines_do_for_others_counts_while_it_is_fresh() {
+    let loads = |requests: &[u32]| -> Vec<EngineLoad> {
+        let load = |requests: &u32| EngineLoad {
+            requests: *requests,
+            cache_used: 0,
+        };
+        requests.iter().map(load).collect()
+    };
+    let mut pool = pool(PolicyKind::LeastLoaded, &[1, 1, 1]).with_load_fresh_ms(3_000);
+    let (first, second) = (InstanceIndex(0), InstanceIndex(1));
+    // Of the first's ten, two are ours; the third says nothing and counts as the mean of the others,
+    // which is five.
+    pool.on_scraped(first, &loads(&[10]), &[2], 0);
+    pool.on_scraped(second, &loads(&[2]), &[0], 1_000);
+    let picked = |pool: &mut Pool, now_ms| -> Vec<usize> {
+        let picked: Vec<Picked> = (0..12)
+            .map(|_| pool.pick(&any_slot(now_ms)).expect("slots"))
+            .collect();
+        for one in &picked {
+            pool.release(one.slot);
+        }
+        let count = |at| picked.iter().filter(|one| one.instance.0 == at).count();
+        (0..3).map(count).collect()
+    };
+    // 8, 2 and 5 before; 9 each behind the twelve.
+    assert_eq!(picked(&mut pool, 2_000), [1, 7, 4]);
+    // The first's words are old: 2 is all that is known of anyone.
+    assert_eq!(picked(&mut pool, 3_001), [4, 4, 4]);
+    assert_eq!(pool.view(3_001)[1].elsewhere_by_rank, Some(vec![2]));
+    assert_eq!(pool.view(4_001)[1].elsewhere_by_rank, None);
+    // More of ours than it says: some have not reached it.
+    pool.on_scraped(first, &loads(&[1]), &[3], 5_000);
+    assert_eq!(pool.view(5_000)[0].elsewhere_by_rank, Some(vec![0]));
+    // As many as ranks, or it is not believed.
+    pool.on_scraped(first, &loads(&[7, 7]), &[0, 0], 5_000);
+    assert_eq!(pool.view(5_000)[0].elsewhere_by_rank, Some(vec![0]));
+    pool.on_scraped(InstanceIndex(9), &loads(&[7]), &[0], 5_000);
+    // A limit of legs is of this proxy's own.
+    let mut pool = self::pool(PolicyKind::LeastLoaded, &[1])
+        .with_load_fresh_ms(3_000)
+        .with_legs_max(1);
+    pool.on_scraped(first, &loads(&[50]), &[0], 0);
+    assert!(pool.pick(&any_slot(0)).is_ok());
+}

@@ -107,6 +107,9 @@ struct State {
     bootstrap: String,
     /// Status and body of the answer to `GET /v1/models`; without, one that shows the key.
     models: Option<(u16, String)>,
+    /// Answer to `GET /metrics`, in which `RUNNING` is as many requests as are being performed; 404
+    /// without.
+    metrics: Option<String>,
 }
 
 /// One scripted engine on its own port.
@@ -150,6 +153,7 @@ impl Engine {
             blocks: Arc::clone(blocks),
             bootstrap: "{}".to_owned(),
             models: None,
+            metrics: None,
         }));
         let shared = Arc::clone(&state);
         let server = tokio::spawn(async move {
@@ -205,6 +209,10 @@ impl Engine {
         self.state.lock().expect("state").models = Some((status, body.to_owned()));
     }
 
+    pub(crate) fn set_metrics(&self, text: Option<&str>) {
+        self.state.lock().expect("state").metrics = text.map(str::to_owned);
+    }
+
     pub(crate) fn seen(&self) -> Vec<Seen> {
         self.state.lock().expect("state").seen.clone()
     }
@@ -258,6 +266,20 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
         let host = headers.get("host").cloned().unwrap_or_default();
         let asked = (line.clone(), host);
         state.lock().expect("state").asked.push(asked);
+        if line.starts_with("GET /metrics ") {
+            let answer = {
+                let state = state.lock().expect("state");
+                let running = state.running.0.to_string();
+                state.metrics.clone().map_or_else(
+                    || plain(404, ""),
+                    |text| typed(200, "text/plain", &text.replace("RUNNING", &running)),
+                )
+            };
+            if writer.write_all(answer.as_bytes()).await.is_err() {
+                return;
+            }
+            continue;
+        }
         let own = [
             "GET /health ",
             "GET /base/health ",

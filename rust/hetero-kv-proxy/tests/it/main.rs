@@ -14,6 +14,7 @@ mod client;
 mod command;
 mod connectors;
 mod engine;
+mod engine_load;
 mod failures;
 mod fuzz_corpus;
 mod limits;
@@ -57,6 +58,7 @@ async fn proxy_with(mut settings: Settings, prefill: &[String], decode: &[String
     settings.prefill = Some(prefill.to_vec());
     settings.decode = Some(decode.to_vec());
     settings.health_interval_ms.get_or_insert(3_600_000);
+    settings.scrape_interval_ms.get_or_insert(0);
     let config = Config::from_settings(settings).expect("a valid configuration");
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
     let admin = match config.admin_listen.is_some() {

@@ -29,7 +29,7 @@ impl Policy for ConsistentHash {
         let mut highest = 0;
         for (at, candidate) in candidates.iter().enumerate() {
             let rank = mix(group ^ candidate.identity, STIR);
-            if rank >= highest && candidate.in_flight < cap {
+            if rank >= highest && candidate.load < cap {
                 (first, highest) = (at, rank);
             }
         }

@@ -1,8 +1,10 @@
-//! The slot with the fewest legs in flight.
+//! The slot with the least to do.
 
 use super::{Candidate, Policy, RequestKey};
 
-/// Fewest legs in flight; the search starts one further each time, so that ties go round.
+/// Least load, and of equals the one whose KV cache is emptier by a quarter: in a full one requests
+/// are pushed out and computed again. Ties go to the one that was chosen longest ago; those that never
+/// were begin in their order.
 #[derive(Debug, Default)]
 pub struct LeastLoaded {
     turn: usize,
@@ -13,12 +15,20 @@ impl Policy for LeastLoaded {
         let start = self.turn % candidates.len();
         let mut best = start;
         for at in (start + 1..candidates.len()).chain(0..start) {
-            if candidates[at].in_flight < candidates[best].in_flight {
+            if weight(&candidates[at]) < weight(&candidates[best]) {
                 best = at;
             }
         }
-        // The next search starts behind the chosen one: equal loads are then served in turn.
+        // Those that were never chosen are served in turn.
         self.turn = best + 1;
         best
     }
+}
+
+/// Quarters of a KV cache: smaller differences say nothing of the next moment.
+const CACHE_STEP: u16 = 250;
+
+fn weight(candidate: &Candidate) -> (u32, u16, u64) {
+    let cache = candidate.cache_used / CACHE_STEP;
+    (candidate.load, cache, candidate.picked)
 }

@@ -13,7 +13,7 @@ const MEAN_SHARE: (u64, u64) = (5, 4);
 pub fn load_cap(candidates: &[Candidate]) -> u32 {
     let total: u64 = candidates
         .iter()
-        .map(|candidate| u64::from(candidate.in_flight))
+        .map(|candidate| u64::from(candidate.load))
         .sum();
     let (over, under) = MEAN_SHARE;
     let cap = ((total + 1) * over).div_ceil(under * candidates.len().max(1) as u64);

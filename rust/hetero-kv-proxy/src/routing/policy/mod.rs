@@ -25,8 +25,13 @@ pub use round_robin::RoundRobin;
 pub struct Candidate {
     /// Position of the slot in its pool.
     pub slot: usize,
-    /// Legs that this slot is serving.
-    pub in_flight: u32,
+    /// Legs that this slot is serving, and what it does for others as far as it is known.
+    pub load: u32,
+    /// Share of its KV cache that was in use when it was last asked, in thousandths; 0 where that is
+    /// not known.
+    pub cache_used: u16,
+    /// Number of the pick at which it was last chosen; 0 before the first.
+    pub picked: u64,
     /// Who the slot is, whatever its position: see [`slot_identity`].
     pub identity: u64,
 }
@@ -61,7 +66,7 @@ pub trait Policy: Send + std::fmt::Debug {
 pub enum PolicyKind {
     /// Each slot in turn.
     RoundRobin,
-    /// The slot with the fewest legs in flight; ties in turn.
+    /// The slot with the least to do; ties in turn.
     LeastLoaded,
     /// The less loaded of two slots drawn at random.
     PowerOfTwo,
@@ -89,6 +94,14 @@ impl PolicyKind {
             Self::PowerOfTwo => "power-of-two",
             Self::ConsistentHash => "consistent-hash",
             Self::PrefixAware => "prefix-aware",
+        }
+    }
+
+    /// Whether the policy looks at [`Candidate::load`], which engines are otherwise not asked for.
+    pub fn reads_load(self) -> bool {
+        match self {
+            Self::RoundRobin => false,
+            Self::LeastLoaded | Self::PowerOfTwo | Self::ConsistentHash | Self::PrefixAware => true,
         }
     }
 

@@ -43,7 +43,7 @@ impl Policy for PowerOfTwo {
         }
         // One of the others.
         let second = (first + 1 + self.draw(count - 1)) % count;
-        if candidates[second].in_flight < candidates[first].in_flight {
+        if candidates[second].load < candidates[first].load {
             second
         } else {
             first

@@ -110,8 +110,8 @@ fn emptiest_of(candidates: &[Candidate], slots: [u32; WAYS], cap: u32) -> Option
         let known = slots
             .iter()
             .fold(false, |known, slot| known | (*slot == identity));
-        if known && candidate.in_flight < fewest {
-            (found, fewest) = (Some(at), candidate.in_flight);
+        if known && candidate.load < fewest {
+            (found, fewest) = (Some(at), candidate.load);
         }
     }
     found

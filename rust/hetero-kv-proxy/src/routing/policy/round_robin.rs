@@ -2,9 +2,10 @@
 
 use super::{Candidate, Policy, RequestKey};
 
-/// One counter over the slots that may be chosen.
+/// The slot whose last turn was longest ago.
 ///
-/// The counter indexes the candidates and not all slots, so that the turn of a skipped slot is
+/// What is remembered is each slot's turn, and not a place in the round: requests that may go to
+/// some of the slots only leave the order of the others as it was, and the turn of a skipped slot is
 /// shared out instead of falling to its neighbour.
 #[derive(Debug, Default)]
 pub struct RoundRobin {
@@ -13,11 +14,14 @@ pub struct RoundRobin {
 
 impl Policy for RoundRobin {
     fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
-        let chosen = self.turn % candidates.len();
-        // Where there is no choice no turn is used up: with every other request bound to one slot,
-        // the rest would always meet the same one.
-        if candidates.len() > 1 {
-            self.turn = self.turn.wrapping_add(1);
+        // Those that had no turn begin in their order.
+        let start = self.turn % candidates.len();
+        self.turn = self.turn.wrapping_add(1);
+        let mut chosen = start;
+        for at in (start + 1..candidates.len()).chain(0..start) {
+            if candidates[at].picked < candidates[chosen].picked {
+                chosen = at;
+            }
         }
         chosen
     }

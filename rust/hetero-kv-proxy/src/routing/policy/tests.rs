@@ -7,9 +7,11 @@ fn candidates(loads: &[u32]) -> Vec<Candidate> {
     loads
         .iter()
         .enumerate()
-        .map(|(slot, &in_flight)| Candidate {
+        .map(|(slot, &load)| Candidate {
             slot,
-            in_flight,
+            load,
+            cache_used: 0,
+            picked: 0,
             identity: slot_identity(&format!("http://engine-{}:8000", slot / 2), slot as u32 % 2),
         })
         .collect()
@@ -192,9 +194,9 @@ fn power_of_two_never_takes_the_heavier_of_two_and_spreads_over_many() {
     let mut many = candidates(&[0; 64]);
     for _ in 0..64 * 100 {
         let chosen = policy.choose(&many, &key);
-        many[chosen].in_flight += 1;
+        many[chosen].load += 1;
     }
-    let loads = many.iter().map(|candidate| candidate.in_flight);
+    let loads = many.iter().map(|candidate| candidate.load);
     let (low, high) = (loads.clone().min(), loads.max());
     // One random choice leaves some 25 on either side of the mean.
     assert!(low >= Some(95) && high <= Some(105), "{low:?} {high:?}");
@@ -242,12 +244,12 @@ fn one_hot_key_does_not_drown_its_slot() {
             if placed < LEGS_FREE {
                 assert_eq!(chosen, home, "{policy:?}: a few legs are no load");
             }
-            slots[chosen].in_flight += 1;
+            slots[chosen].load += 1;
             let bound = ((placed + 1) * 5).div_ceil(4 * 8).max(LEGS_FREE);
-            assert!(slots[chosen].in_flight <= bound, "{slots:?}");
+            assert!(slots[chosen].load <= bound, "{slots:?}");
         }
         // Its own slot is the first to take more again.
-        slots.iter_mut().for_each(|slot| slot.in_flight = 1);
+        slots.iter_mut().for_each(|slot| slot.load = 1);
         assert_eq!(policy.choose(&slots, &key), home);
     }
 }
@@ -313,10 +315,10 @@ fn the_longest_beginning_wins_and_a_short_one_does_not_bind() {
     let mut idle = candidates(&[0; 4]);
     let of_base = policy.choose(&idle, &of_prompt(&base));
     // Its half of a common beginning is not enough while that slot is full.
-    idle[of_base].in_flight = 50;
+    idle[of_base].load = 50;
     let of_branch = policy.choose(&idle, &of_prompt(&branch));
     assert_ne!(of_base, of_branch);
-    idle[of_base].in_flight = 0;
+    idle[of_base].load = 0;
     for _ in 0..3 {
         assert_eq!(policy.choose(&idle, &of_prompt(&base)), of_base);
         assert_eq!(policy.choose(&idle, &of_prompt(&branch)), of_branch);
@@ -337,14 +339,14 @@ fn a_beginning_that_outgrows_its_slot_is_known_on_several() {
     let key = of_prompt(&text(1, 500));
     let mut slots = candidates(&[0; 8]);
     let first = policy.choose(&slots, &key);
-    slots[first].in_flight = LEGS_FREE;
+    slots[first].load = LEGS_FREE;
     let second = policy.choose(&slots, &key);
     assert_ne!(first, second);
     // Both are warm: the emptier of them is taken, and no third.
-    slots[first].in_flight = 2;
-    slots[second].in_flight = 1;
+    slots[first].load = 2;
+    slots[second].load = 1;
     assert_eq!(policy.choose(&slots, &key), second);
-    slots[second].in_flight = 3;
+    slots[second].load = 3;
     assert_eq!(policy.choose(&slots, &key), first);
     // The first is gone.
     slots.remove(first);
@@ -414,9 +416,50 @@ proptest! {
                 let chosen = policy.choose(&slots, &key);
                 prop_assert!(chosen < slots.len());
                 if kind.reads_key() {
-                    prop_assert!(slots[chosen].in_flight < cap, "{kind:?}");
+                    prop_assert!(slots[chosen].load < cap, "{kind:?}");
                 }
             }
         }
+    }
+}
+
+#[test]
+fn of_equal_loads_the_emptier_cache_is_taken_and_load_counts_first() {
+    let mut policy = PolicyKind::LeastLoaded.build();
+    let mut slots = candidates(&[3, 3, 4]);
+    (
+        slots[0].cache_used,
+        slots[1].cache_used,
+        slots[2].cache_used,
+    ) = (900, 300, 0);
+    for _ in 0..4 {
+        assert_eq!(policy.choose(&slots, &RequestKey::default()), 1);
+    }
+    // Within a quarter they are alike, and served in turn.
+    slots[0].cache_used = 499;
+    let taken: Vec<usize> = (0..4)
+        .map(|_| policy.choose(&slots, &RequestKey::default()))
+        .collect();
+    assert!(taken == [0, 1, 0, 1] || taken == [1, 0, 1, 0], "{taken:?}");
+}
+
+#[test]
+fn turns_are_kept_whoever_else_is_served_in_between() {
+    for kind in [PolicyKind::RoundRobin, PolicyKind::LeastLoaded] {
+        let mut policy = kind.build();
+        let mut slots = candidates(&[0; 5]);
+        let mut counts = [0; 5];
+        // Requests of two kinds in turn, as those of two revisions are: the first kind may go to
+        // three slots, the other to two.
+        for turn in 1..=120_u64 {
+            let among = match turn % 2 {
+                0 => 0..3,
+                _ => 3..5,
+            };
+            let chosen = among.start + policy.choose(&slots[among.clone()], &RequestKey::default());
+            slots[chosen].picked = turn;
+            counts[chosen] += 1;
+        }
+        assert_eq!(counts, [20, 20, 20, 30, 30], "{kind:?}");
     }
 }
