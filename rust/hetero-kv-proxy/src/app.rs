@@ -100,7 +100,10 @@ impl App {
                 Role::Prefill => (config.prefill_policy, config.prefill_requests_max),
                 Role::Decode => (config.decode_policy, config.decode_requests_max),
             };
-            let pool = Pool::new(role, Vec::new(), policy, rules);
+            let mut pool = Pool::new(role, Vec::new(), policy, rules);
+            if config.auto.is_some() {
+                pool = pool.with_outlook();
+            }
             Mutex::new(Side {
                 pool: pool
                     .with_legs_max(legs_max.unwrap_or(u32::MAX))

@@ -122,7 +122,7 @@ settings! {
     /// KV connector of the engines: hetero, none (decode alone), nixl, mooncake, moriio-read or moriio-write [default: hetero]
     #[arg(value_name = "NAME")]
     connector: String, "HETERO_KV_PROXY_CONNECTOR";
-    /// How slots are chosen: round-robin, least-loaded, power-of-two, consistent-hash or prefix-aware [default: round-robin]
+    /// How slots are chosen: round-robin, least-loaded, power-of-two, consistent-hash or prefix-aware; or auto, which also decides for each request whether it needs prefill at all (then round-robin for prefill and prefix-aware for decode) [default: round-robin]
     #[arg(value_name = "POLICY")]
     policy: String, "HETERO_KV_PROXY_POLICY";
     /// Policy of the prefill leg, instead of --policy
@@ -137,6 +137,9 @@ settings! {
     /// consistent-hash: without that header, bytes of the prompt's beginning by which they do; 0 for none [default: 256]
     #[arg(value_name = "BYTES")]
     hash_prompt_bytes: usize, "HETERO_KV_PROXY_HASH_PROMPT_BYTES";
+    /// Policy auto: bytes of a prompt that decode has not in its cache from which on prefill computes them; about 4 are a token [default: 2048]
+    #[arg(value_name = "BYTES")]
+    auto_prompt_bytes_min: usize, "HETERO_KV_PROXY_AUTO_PROMPT_BYTES_MIN";
     /// How often engines are asked for their load (GET /metrics), where a policy goes by load; an answer is good for three intervals; 0 is never [default: 1000]
     #[arg(value_name = "MS")]
     scrape_interval_ms: u64, "HETERO_KV_PROXY_SCRAPE_INTERVAL_MS";

@@ -131,7 +131,13 @@ async fn run(
             app.count_fallback(reason);
             Order::DecodeAlone
         }
-        (None, order) => order,
+        (None, order) => match call.auto_alone() {
+            Some(why) => {
+                app.count_fallback(why.reason());
+                Order::DecodeAlone
+            }
+            None => order,
+        },
     };
     let running = Running::enter(app, &call.headers);
     let decode = tokio::select! {

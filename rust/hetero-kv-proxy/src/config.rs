@@ -9,7 +9,7 @@ use crate::auth::keys::Keys;
 use crate::cli::{Invocation, Settings};
 use crate::connectors::{self, Connector, Order};
 use crate::routing::policy::PolicyKind;
-use crate::routing::{Role, Weights};
+use crate::routing::{AutoRules, Role, Weights};
 
 mod access;
 mod address;
@@ -69,6 +69,8 @@ pub struct Config {
     pub prefill_policy: PolicyKind,
     /// Policy of the decode leg.
     pub decode_policy: PolicyKind,
+    /// When decode serves requests alone, where that is decided for each.
+    pub auto: Option<AutoRules>,
     /// Header by whose value requests belong together.
     pub hash_header: Option<HeaderName>,
     /// Bytes of the prompt's beginning by which requests without that header belong together.
@@ -142,8 +144,8 @@ pub struct Config {
     pub(crate) source: Invocation,
 }
 
-/// Policies that the command line names beyond [`PolicyKind::ALL`].
-const POLICIES_TO_COME: [&str; 1] = ["auto"];
+/// The policy that decides for both legs at once.
+const AUTO: &str = "auto";
 /// A larger file is no configuration.
 const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;
 const DAY_S: u64 = 86_400;
@@ -225,14 +227,26 @@ impl Config {
             faults.add(needed("--decode"));
         }
 
-        // Decode's legs are long and of unlike length: turns alone would leave some engines full
-        // and others idle.
-        let decode_default = resolved.policy.clone();
-        let decode_default = decode_default.unwrap_or_else(|| "least-loaded".to_owned());
-        let policy = fill(&mut resolved.policy, "round-robin".to_owned());
-        faults.policy("--policy", &policy);
-        let prefill_policy = fill(&mut resolved.prefill_policy, policy);
-        let decode_policy = fill(&mut resolved.decode_policy, decode_default);
+        let policy = resolved.policy.clone();
+        let is_auto = policy.as_deref() == Some(AUTO);
+        let [prefill_default, decode_default] = match policy.as_deref() {
+            // Decode's legs are long and of unlike length: turns alone would leave some engines full
+            // and others idle.
+            None => ["round-robin", "least-loaded"],
+            Some(AUTO) => ["round-robin", "prefix-aware"],
+            Some(policy) => [policy; 2],
+        };
+        if is_auto && alone {
+            faults.add(format!(
+                "--policy auto: --connector {name} sends no prefill leg; there is nothing to decide"
+            ));
+        }
+        fill(&mut resolved.policy, "round-robin".to_owned());
+        if let Some(policy) = policy.as_deref().filter(|_| !is_auto) {
+            faults.policy("--policy", policy);
+        }
+        let prefill_policy = fill(&mut resolved.prefill_policy, prefill_default.to_owned());
+        let decode_policy = fill(&mut resolved.decode_policy, decode_default.to_owned());
         let prefill_policy = faults.policy("--prefill-policy", &prefill_policy);
         let decode_policy = faults.policy("--decode-policy", &decode_policy);
         let hash_header = faults.header("--hash-header", &mut resolved.hash_header, "x-session-id");
@@ -365,6 +379,16 @@ impl Config {
             0,
             1 << 20,
         );
+        let auto_prompt_bytes_min = faults.range(
+            "--auto-prompt-bytes-min",
+            &mut r.auto_prompt_bytes_min,
+            2_048,
+            0,
+            1 << 30,
+        );
+        let auto = is_auto.then_some(AutoRules {
+            prompt_bytes_min: auto_prompt_bytes_min,
+        });
         let threads = faults.range("--threads", &mut r.threads, 0, 0, 1_024);
 
         if !faults.0.is_empty() {
@@ -383,6 +407,7 @@ impl Config {
             decode,
             prefill_policy,
             decode_policy,
+            auto,
             hash_header,
             hash_prompt_bytes,
             scrape_interval,
@@ -480,13 +505,12 @@ impl Faults {
             return kind;
         }
         let built = PolicyKind::ALL.map(PolicyKind::name).join(", ");
-        let to_come = POLICIES_TO_COME.join(", ");
-        let fault = if POLICIES_TO_COME.contains(&name) {
-            format!(
-                "{flag} {name}: not available yet in this build; available: {built}; not yet: {to_come}"
-            )
-        } else {
-            format!("{flag} {name}: unknown; one of {built}, {to_come}")
+        let fault = match (flag, name) {
+            ("--policy", _) => format!("{flag} {name}: unknown; one of {built}, {AUTO}"),
+            (_, AUTO) => {
+                format!("{flag} {name}: decides for both legs at once; say --policy auto")
+            }
+            _ => format!("{flag} {name}: unknown; one of {built}"),
         };
         // The overrides default to --policy: its fault is told once.
         let told = self.0.iter().any(|known| {

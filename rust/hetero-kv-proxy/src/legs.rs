@@ -21,7 +21,7 @@ use crate::openai::request::Request;
 use crate::revisions::Drawing;
 use crate::routing::policy::RequestKey;
 use crate::routing::{
-    AfterFailure, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role,
+    AfterFailure, Alone, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role, Traits,
 };
 use crate::slots::{Choice, Slots, Want};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
@@ -133,15 +133,34 @@ impl Call {
             decode,
             partner: peer.map(|peer| peer.index),
             key: &self.key,
-            bound: Bound {
-                model: self.model.as_deref(),
-                peer: peer.map(|peer| &peer.worker.traits),
-                draw: self.drawing.as_ref().map(Drawing::draw),
-                only: None,
-            },
+            bound: self.bound(peer.map(|peer| &peer.worker.traits)),
         };
         let app = &self.app;
         app.admission.slots(app, &want, &self.ticket, begun).await
+    }
+
+    fn bound<'a>(&'a self, peer: Option<&'a Traits>) -> Bound<'a> {
+        Bound {
+            model: self.model.as_deref(),
+            peer,
+            draw: self.drawing.as_ref().map(Drawing::draw),
+            only: None,
+        }
+    }
+
+    /// Why decode serves the request alone, where policy `auto` decides. Who names the prefill
+    /// worker has decided.
+    pub(crate) fn auto_alone(&self) -> Option<Alone> {
+        let rules = self.app.config.auto.filter(|_| self.endpoint.is_none())?;
+        let want = Want {
+            prefill: None,
+            decode: None,
+            partner: None,
+            key: &self.key,
+            bound: self.bound(None),
+        };
+        let scene = self.app.scene(&want, self.request.prompt().len())?;
+        rules.alone(&scene)
     }
 
     /// Instances that may serve a leg.

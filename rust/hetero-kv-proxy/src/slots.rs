@@ -7,7 +7,8 @@ use crate::app::{App, Side};
 use crate::lease::SlotLease;
 use crate::routing::policy::RequestKey;
 use crate::routing::{
-    Ask, Bound, Drawn, Fit, InstanceIndex, KindSet, Kinds, NoSlot, Picked, Pool, Role, Wants,
+    Ask, Bound, Drawn, Fit, InstanceIndex, KindSet, Kinds, NoSlot, Outlook, Picked, Pool, Role,
+    Scene, Wants,
 };
 use crate::sync::lock;
 
@@ -157,6 +158,46 @@ impl App {
                 .zip(second)
                 .and_then(|(side, picked)| lease(&side, picked)),
             drawn: fit.and_then(|fit| fit.drawn),
+        })
+    }
+}
+
+impl App {
+    /// What a request that may run on decode alone would meet; `None` where it would meet no pair
+    /// of workers at all.
+    pub(crate) fn scene(&self, want: &Want<'_>, prompt_bytes: usize) -> Option<Scene> {
+        let told = self.told.load(Ordering::Relaxed) || want.bound.draw.is_some();
+        let mut prefill = lock(self.side(Role::Prefill));
+        let mut decode = lock(self.side(Role::Decode));
+        let kinds = told.then(|| lock(&self.kinds));
+        let this = Try {
+            want,
+            now_ms: self.now_ms(),
+        };
+        let pair =
+            |kinds: &Kinds| Fit::pair(kinds, &prefill.pool, &decode.pool, &want.bound, this.now_ms);
+        let fit = kinds.as_deref().map(pair).transpose().ok()?;
+        let look = |pool: &mut Pool, among: Option<&KindSet>| match pool.outlook(&this.ask(
+            &[],
+            &[],
+            among,
+        )) {
+            Ok(outlook) => Some(outlook),
+            Err(NoSlot::Full) => Some(Outlook {
+                load_min: u32::MAX,
+                known_bytes: 0,
+            }),
+            Err(NoSlot::NoEngine(_) | NoSlot::NoModel | NoSlot::NoPair(_) | NoSlot::NoRevision) => {
+                None
+            }
+        };
+        let before = look(&mut prefill.pool, fit.as_ref().map(|fit| &fit.prefill))?;
+        let after = look(&mut decode.pool, fit.as_ref().map(|fit| &fit.decode))?;
+        Some(Scene {
+            prompt_bytes,
+            known_bytes: after.known_bytes,
+            prefill_load: before.load_min,
+            decode_load: after.load_min,
         })
     }
 }

@@ -52,6 +52,8 @@ fn every_fault_is_told_at_once() {
         "--connector",
         "p2p",
         "--policy",
+        "fairest",
+        "--prefill-policy",
         "auto",
         "--decode-policy",
         "fastest",
@@ -70,10 +72,11 @@ fn every_fault_is_told_at_once() {
         "--prefill http://p:1,dp=0: dp must be 1 to 1024, not `0`",
         "--prefill ftp://p: a URL begins with http://",
         "--decode: at least one instance is needed, or --admin-listen",
-        "--policy auto: not available yet in this build; available: round-robin, least-loaded, \
-         power-of-two, consistent-hash, prefix-aware; not yet: auto",
+        "--policy fairest: unknown; one of round-robin, least-loaded, power-of-two, consistent-hash, \
+         prefix-aware, auto",
+        "--prefill-policy auto: decides for both legs at once; say --policy auto",
         "--decode-policy fastest: unknown; one of round-robin, least-loaded, power-of-two, \
-         consistent-hash, prefix-aware, auto",
+         consistent-hash, prefix-aware",
         "--hash-header x user: must be the name of a header, or empty",
         "--log-format xml: must be text or json",
         "--requests-max 0: must be 1 to 1000000",
@@ -288,4 +291,59 @@ fn keys_are_read_and_their_faults_told_with_the_others() {
     assert!(told[0].ends_with("has no use without --admin-listen"));
     assert!(told[1].contains("line 1: a key has 16 to 512 characters, not 5"));
     assert!(told[2].starts_with("--api-key-file /nowhere/keys: "));
+}
+
+#[test]
+fn each_role_has_its_default_policy_and_auto_is_of_both() {
+    let resolve = |settings: Settings| {
+        Config::from_settings(Settings {
+            prefill: Some(vec!["http://p:1".to_owned()]),
+            decode: Some(vec!["http://d:1".to_owned()]),
+            ..settings
+        })
+    };
+    let with = |policy: Option<&str>| Settings {
+        policy: policy.map(str::to_owned),
+        ..Settings::default()
+    };
+    for (policy, prefill, decode, bytes_min) in [
+        (None, PolicyKind::RoundRobin, PolicyKind::LeastLoaded, None),
+        (
+            Some("power-of-two"),
+            PolicyKind::PowerOfTwo,
+            PolicyKind::PowerOfTwo,
+            None,
+        ),
+        (
+            Some("auto"),
+            PolicyKind::RoundRobin,
+            PolicyKind::PrefixAware,
+            Some(2_048),
+        ),
+    ] {
+        let config = resolve(with(policy)).expect("valid");
+        assert_eq!(
+            (config.prefill_policy, config.decode_policy),
+            (prefill, decode)
+        );
+        assert_eq!(config.auto.map(|rules| rules.prompt_bytes_min), bytes_min);
+        // As `check` prints it, it is the same.
+        let printed = config.to_toml().expect("TOML");
+        let again = Config::from_settings(toml::from_str(&printed).expect("settings"));
+        let again = again.expect("valid");
+        assert_eq!(
+            (again.prefill_policy, again.decode_policy),
+            (prefill, decode)
+        );
+        assert_eq!(again.auto, config.auto);
+    }
+    let alone = Config::from_settings(Settings {
+        connector: Some("none".to_owned()),
+        decode: Some(vec!["http://d:1".to_owned()]),
+        ..with(Some("auto"))
+    });
+    assert_eq!(
+        alone.expect_err("nothing to decide").0,
+        ["--policy auto: --connector none sends no prefill leg; there is nothing to decide"]
+    );
 }

@@ -3,6 +3,7 @@
 //! Pure: no socket, no clock, no randomness, no async. Time is handed in as milliseconds since a
 //! start of the caller's choice.
 
+mod auto;
 mod bad_pairs;
 mod breaker;
 mod engine_load;
@@ -18,6 +19,7 @@ mod revision;
 #[cfg(test)]
 mod tests;
 
+pub use auto::{Alone, AutoRules, DECODE_LOAD_IDLE, PREFILL_LOAD_LONG, Scene};
 pub use bad_pairs::{AVOID_MS, AVOID_MS_MAX, BadPairs};
 pub use breaker::{Breaker, BreakerRules, LegFault, Phase};
 pub use engine_load::EngineLoad;
@@ -27,7 +29,7 @@ pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike}
 pub use line::{Full, Line, Wants};
 pub use pairing::{Bound, Draw, Fit};
 pub use registry::{
-    Ask, InstanceSpec, InstanceView, NoSlot, Picked, Pool, SlotId, Standing, Trust,
+    Ask, InstanceSpec, InstanceView, NoSlot, Outlook, Picked, Pool, SlotId, Standing, Trust,
 };
 pub use revision::{Drawn, REVISIONS_MAX, WEIGHT_MAX, Weights, draw_of_turn};
 

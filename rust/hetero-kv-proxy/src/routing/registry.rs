@@ -91,6 +91,15 @@ pub enum NoSlot {
     NoRevision,
 }
 
+/// What a pick would meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outlook {
+    /// Load of the least loaded slot.
+    pub load_min: u32,
+    /// Bytes of the prompt's beginning that a slot is known to have in its cache.
+    pub known_bytes: usize,
+}
+
 /// What `/workers` and `/ready` show of one instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InstanceView {
@@ -238,7 +247,14 @@ impl Pool {
         self
     }
 
-    /// Whether the policy goes by load.
+    /// The same pool, which is asked for its [`Pool::outlook`]: its load counts whatever the policy.
+    #[must_use]
+    pub fn with_outlook(mut self) -> Self {
+        self.reads_load = true;
+        self
+    }
+
+    /// Whether the policy, or somebody else, goes by load.
     pub fn reads_load(&self) -> bool {
         self.reads_load
     }
@@ -446,6 +462,19 @@ impl Pool {
     /// Those of [`Pool::pick`].
     pub fn room(&mut self, ask: &Ask<'_>) -> Result<(), NoSlot> {
         self.gather(ask)
+    }
+
+    /// What [`Pool::pick`] would meet.
+    ///
+    /// # Errors
+    /// Those of [`Pool::pick`].
+    pub fn outlook(&mut self, ask: &Ask<'_>) -> Result<Outlook, NoSlot> {
+        self.gather(ask)?;
+        let loads = self.candidates.iter().map(|candidate| candidate.load);
+        Ok(Outlook {
+            load_min: loads.min().unwrap_or(u32::MAX),
+            known_bytes: self.policy.known_bytes(&self.candidates, ask.key),
+        })
     }
 
     /// Sets the candidates of a pick; there is at least one.

@@ -6,6 +6,7 @@
 
 mod admission;
 mod auth;
+mod auto;
 mod bad_pairs;
 mod bench;
 mod breakers;

@@ -78,14 +78,14 @@ impl RequestKey {
 
     /// Those beginnings that are at least a quarter of the prompt (or of [`PREFIX_BYTES_MAX`]),
     /// the longest first. Lengths double, so that requests with half of the prompt in common have
-    /// one of these in common.
-    pub(super) fn long_prefixes(&self) -> impl Iterator<Item = u64> + '_ {
+    /// one of these in common. Each with its length in bytes.
+    pub(super) fn long_prefixes(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         let whole = self.prompt_bytes.min(PREFIX_BYTES_MAX);
         self.prefixes()
             .iter()
             .enumerate()
             .rev()
-            .take_while(move |(level, _)| 4 * (PREFIX_BYTES_MIN << level) >= whole)
-            .map(|(_, prefix)| *prefix)
+            .map(|(level, prefix)| (PREFIX_BYTES_MIN << level, *prefix))
+            .take_while(move |(bytes, _)| 4 * bytes >= whole)
     }
 }

@@ -59,6 +59,13 @@ pub trait Policy: Send + std::fmt::Debug {
     /// Position in `candidates` of the chosen one, for a request with these keys. `candidates` is
     /// never empty, and its order is the order of the pool's slots.
     fn choose(&mut self, candidates: &[Candidate], key: &RequestKey) -> usize;
+
+    /// How many bytes of the prompt's beginning a candidate within the bounds of load is known to
+    /// have in its cache; 0 where the policy knows of no caches.
+    fn known_bytes(&self, candidates: &[Candidate], key: &RequestKey) -> usize {
+        let (_, _) = (candidates, key);
+        0
+    }
 }
 
 /// The policies of this build, by the name that the command line uses.

@@ -53,14 +53,23 @@ impl Policy for PrefixAware {
         }
         chosen
     }
+
+    fn known_bytes(&self, candidates: &[Candidate], key: &RequestKey) -> usize {
+        self.warmest(candidates, key).map_or(0, |(bytes, _)| bytes)
+    }
 }
 
 impl PrefixAware {
     /// The least loaded of the slots that served the longest beginning, if its load is in bounds;
     /// else of those that served the next longest.
     pub(super) fn warm(&self, candidates: &[Candidate], key: &RequestKey) -> Option<usize> {
+        self.warmest(candidates, key).map(|(_, slot)| slot)
+    }
+
+    /// The same, and how long that beginning is.
+    fn warmest(&self, candidates: &[Candidate], key: &RequestKey) -> Option<(usize, usize)> {
         let cap = load_cap(candidates);
-        key.long_prefixes().find_map(|prefix| {
+        key.long_prefixes().find_map(|(bytes, prefix)| {
             let tag = tag(prefix);
             let mut served = self.sets[set(prefix)]
                 .iter()
@@ -73,7 +82,7 @@ impl PrefixAware {
                 .iter_mut()
                 .zip(served)
                 .for_each(|(slot, next)| *slot = next);
-            emptiest_of(candidates, slots, cap)
+            emptiest_of(candidates, slots, cap).map(|slot| (bytes, slot))
         })
     }
 
