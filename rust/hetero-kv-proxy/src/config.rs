@@ -13,6 +13,7 @@ use crate::routing::{AutoRules, Role, Weights};
 
 mod access;
 mod address;
+mod place;
 
 pub use address::{BaseUrl, Worker, host_port};
 pub(crate) use address::{WorkerFault, base_url};
@@ -561,7 +562,10 @@ impl Faults {
         for text in given.unwrap_or_default() {
             match address::worker(text) {
                 Ok(worker) => {
-                    if workers.iter().any(|known| known.base == worker.base) {
+                    if workers
+                        .iter()
+                        .any(|known| known.base.is_same_place(&worker.base))
+                    {
                         self.add(format!("{flag} {text}: this instance is given twice"));
                     }
                     workers.push(worker);

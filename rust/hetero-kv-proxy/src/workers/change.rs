@@ -72,7 +72,9 @@ fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiError> {
 pub(super) fn known_part(app: &App, role: Role, url: &str) -> Option<Worker> {
     let base = base_url(url).ok()?;
     let here = app.snapshot(role);
-    let mut known = here.iter().filter(|known| known.worker.base == base);
+    let mut known = here
+        .iter()
+        .filter(|known| known.worker.base.is_same_place(&base));
     known
         .find(|known| known.leave().is_none())
         .map(|known| known.worker.clone())
@@ -89,7 +91,7 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
     let same = |known: &&Arc<Instance>| {
         // What has expired or was replaced is over; the worker begins anew.
         let over = matches!(known.leave(), Some(Leave::Expired | Leave::Replaced));
-        known.worker.base == told.worker.base && !over
+        known.worker.base.is_same_place(&told.worker.base) && !over
     };
     // Told first: an operator may have changed the role since, which a heartbeat does not undo.
     let known = here
@@ -130,7 +132,7 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
         return Err(leaving(known, why));
     }
     let same_start = known.is_start(told.engine_id.as_deref());
-    if same_start && known.worker == told.worker {
+    if same_start && known.worker.says_the_same(&told.worker) {
         known.heard(now_ms, told.ttl_ms);
         known.set_facts(told.facts);
         return Ok((Arc::clone(known), false));
@@ -248,9 +250,9 @@ pub(super) async fn change_role(
         }
         check(app, role, &instance.worker)?;
         let there = app.snapshot(role);
-        let twin = there
-            .iter()
-            .find(|known| known.worker.base == instance.worker.base && known.leave().is_none());
+        let twin = there.iter().find(|known| {
+            known.worker.base.is_same_place(&instance.worker.base) && known.leave().is_none()
+        });
         if let Some(twin) = twin {
             let message = format!(
                 "worker `{}` serves {} at the same address; remove it first",

@@ -850,3 +850,73 @@ async fn what_a_connector_says_of_itself_is_shown_and_changes_no_worker() {
         400
     );
 }
+
+#[tokio::test]
+async fn two_spellings_of_an_address_are_one_worker() {
+    let (_blocks, p, d) = pair().await;
+    let proxy = managed(&[&p], &[]).await;
+    let port = d.address.port();
+    for (url, status) in [
+        (format!("http://127.0.0.1:{port}"), 201),
+        (format!("http://localhost:{port}/"), 200),
+        (format!("http://LOCALHOST:{port}"), 200),
+    ] {
+        let body = json!({"role": "decode", "url": url});
+        assert_eq!(
+            tell(&proxy, "/v1/workers", &body).await.status,
+            status,
+            "{url}"
+        );
+    }
+    // Whom a flag named too.
+    let url = format!("http://localhost:{}", p.address.port());
+    let body = json!({"role": "prefill", "url": url});
+    assert_eq!(tell(&proxy, "/v1/workers", &body).await.status, 200);
+    assert_eq!(ids(&proxy).await, ["prefill-0", "decode-0"]);
+    // And nobody takes the other role beside it.
+    let body = json!({"role": "prefill", "url": format!("http://localhost:{port}")});
+    assert_eq!(tell(&proxy, "/v1/workers", &body).await.status, 201);
+    let change = tell(
+        &proxy,
+        "/v1/workers/decode-0/role",
+        &json!({"role": "prefill"}),
+    )
+    .await;
+    assert_eq!(
+        (change.status, change.error_code().as_str()),
+        (409, "role_taken")
+    );
+}
+
+#[tokio::test]
+async fn a_prefill_worker_keeps_its_role_while_decode_has_not_read_its_blocks() {
+    let (_blocks, p, d) = pair().await;
+    let gate = Arc::new(Semaphore::new(0));
+    let proxy = managed(&[&p], &[&d]).await;
+    d.once(Script::Gated(CHUNKS.to_vec(), Arc::clone(&gate)));
+    let mut running = stream(&proxy).await;
+    until("decode is reached", || d.count() == 1).await;
+    let told = worker(&proxy, "prefill-0").await;
+    assert_eq!(
+        (&told["in_flight"], &told["kept_transfers"]),
+        (&json!(0), &json!(1))
+    );
+    let (path, decode) = (
+        "/v1/workers/prefill-0/role?wait_s=0",
+        json!({"role": "decode"}),
+    );
+    let refused = tell(&proxy, path, &decode).await;
+    assert_eq!(
+        (refused.status, refused.error_code().as_str()),
+        (409, "worker_busy")
+    );
+    let told = worker(&proxy, "prefill-0").await;
+    assert_eq!(told["standing"], json!("serving"));
+    gate.add_permits(2);
+    assert!(running.reply().await.whole);
+    let changed = tell(&proxy, "/v1/workers/prefill-0/role?wait_s=5", &decode).await;
+    assert_eq!(
+        (changed.status, &changed.json()["role"]),
+        (200, &json!("decode"))
+    );
+}
