@@ -32,7 +32,8 @@ def registration(vllm_config: Any, settings: Settings, engine: Engine) -> dict[s
         "dp": settings["register_dp"] or dp,
         "interval_s": settings["register_interval_s"],
         "key_file": settings["register_key_file"] or None,
-        "models": served_names(model),
+        # Adapters are names too, and come and go.
+        "models": [] if vllm_config.lora_config else served_names(model),
         "kv": {
             "connector": "hetero",
             "mode": "read",

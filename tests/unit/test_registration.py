@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM is not installed")
 
 from contract_engine import BLOCK_SIZE, engines, make_config
+from hetero_kv import _core
 from hetero_kv.config import Settings, SettingsError
 from hetero_kv.demo.witness import executable
 from hetero_kv.registration import ranks_behind_url, registration, served_names
@@ -123,6 +124,27 @@ def test_an_engine_tells_what_it_is_and_says_goodbye(config_folder: Path) -> Non
             assert one["expires_in_ms"] <= 900
         # Removed at once, and not when its time was over.
         assert ids(port) == []
+
+
+def test_an_engine_with_mla_and_adapters_registers(
+    config_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _core.Scheduler
+
+    def with_mla(options: str, cards: list[bytes]) -> Any:
+        changed = json.loads(options)
+        changed["fields"]["kv_heads"] = "0"
+        return real(json.dumps(changed), cards)
+
+    monkeypatch.setattr("hetero_kv.scheduler._core", SimpleNamespace(Scheduler=with_mla))
+    port = free_port()
+    adapters = {"settings": settings(port), "enable_lora": True}
+    with proxy(port), engines((config_folder, "kv_consumer", adapters)):
+        until("it is registered", lambda: ids(port) == ["decode-0"])
+        told = workers(port)[0]["told"]
+        assert "kv_heads" not in told
+        # A name of an adapter would be none of the model's.
+        assert "model" not in told
 
 
 def test_heartbeats_go_on_while_the_interpreter_is_held(config_folder: Path) -> None:

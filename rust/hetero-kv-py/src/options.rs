@@ -149,7 +149,8 @@ impl RegistrationStart {
             ("model", Some(self.models.join("|"))),
             ("revision", told(field::REVISION).filter(|it| it != "none")),
             ("dtype", told(field::KV_CACHE_DTYPE)),
-            ("kv_heads", told(field::KV_HEADS)),
+            // MLA states 0: its one latent is no head, and the proxy takes none for a number.
+            ("kv_heads", told(field::KV_HEADS).filter(|it| it != "0")),
             // Words; a worker's field has no blanks.
             (
                 "layout",
