@@ -57,12 +57,9 @@ pub(crate) fn no_model(model: &str) -> ApiError {
 
 /// Prefill and decode workers are there, and no two of them go together.
 pub(crate) fn no_pair(unlike: &Unlike) -> ApiError {
-    let Unlike {
-        field,
-        prefill,
-        decode,
-    } = unlike;
-    let key = field.key();
+    let shown = |value: &str| -> String { value.chars().take(SHOWN_CHARS_MAX).collect() };
+    let key = &*unlike.field;
+    let (prefill, decode) = (shown(&unlike.prefill), shown(&unlike.decode));
     let message = format!(
         "no prefill worker goes with a decode worker: `{key}` is `{prefill}` on prefill and `{decode}` \
          on decode; register workers that agree in it"

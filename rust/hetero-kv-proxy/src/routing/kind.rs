@@ -1,5 +1,8 @@
 //! What workers tell of themselves that the two of a pair must agree on, and who goes with whom.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
 /// Something that a worker may tell of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Field {
@@ -52,13 +55,24 @@ pub const NETWORK: &str = "network";
 
 /// What one worker tells; what it does not tell goes with everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Traits([Option<Box<str>>; Field::ALL.len()]);
+pub struct Traits {
+    told: [Option<Box<str>>; Field::ALL.len()],
+    /// The whole of what its connector's handshake compares.
+    compat: Option<Arc<BTreeMap<String, String>>>,
+}
+
+/// The name under which a handshake compares revisions.
+const COMPAT_REVISION: &str = "revision";
+/// Its value there for a model that was named without one.
+const NO_REVISION: &str = "none";
+/// Stands for the value of a field that one of two handshakes has and the other has not.
+const NOT_TOLD: &str = "(not told)";
 
 /// In what the workers of a pair differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unlike {
-    /// The first field that both tell and differ in.
-    pub field: Field,
+    /// Name of the first field that they differ in: a [`Field::key`], or one of a handshake's.
+    pub field: Box<str>,
     /// What the prefill worker tells.
     pub prefill: Box<str>,
     /// What the decode worker tells.
@@ -66,15 +80,36 @@ pub struct Unlike {
 }
 
 impl Traits {
-    /// What is told of `field`.
+    /// What is told of `field`; the revision also where only the handshake has it.
     pub fn get(&self, field: Field) -> Option<&str> {
-        self.0[field as usize].as_deref()
+        let told = self.told[field as usize].as_deref();
+        let compat = self.compat.as_ref().filter(|_| field == Field::Revision);
+        let revision = || compat?.get(COMPAT_REVISION).map(String::as_str);
+        told.or_else(|| revision().filter(|revision| *revision != NO_REVISION))
     }
 
     /// The same with `field` told.
     #[must_use]
     pub fn with(mut self, field: Field, value: &str) -> Self {
-        self.0[field as usize] = Some(value.into());
+        self.told[field as usize] = Some(value.into());
+        self
+    }
+
+    /// The same with what its connector's handshake compares.
+    #[must_use]
+    pub fn with_compat(mut self, compat: Option<Arc<BTreeMap<String, String>>>) -> Self {
+        self.compat = compat;
+        self
+    }
+
+    /// The same with the fields that only `other` tells.
+    #[must_use]
+    pub fn or(mut self, other: &Self) -> Self {
+        for (own, other) in self.told.iter_mut().zip(&other.told) {
+            if own.is_none() {
+                own.clone_from(other);
+            }
+        }
         self
     }
 
@@ -86,6 +121,11 @@ impl Traits {
 
     /// Why `self` on prefill and `decode` are no pair; `None` where they are.
     pub fn unlike(&self, decode: &Self) -> Option<Unlike> {
+        self.unlike_field(decode)
+            .or_else(|| self.unlike_handshake(decode))
+    }
+
+    fn unlike_field(&self, decode: &Self) -> Option<Unlike> {
         Field::ALL.into_iter().find_map(|field| {
             let (own, other) = (self.get(field)?, decode.get(field)?);
             let go_together = match field {
@@ -99,10 +139,28 @@ impl Traits {
                 | Field::Mode => own == other,
             };
             (!go_together).then(|| Unlike {
-                field,
+                field: field.key().into(),
                 prefill: own.into(),
                 decode: other.into(),
             })
+        })
+    }
+
+    /// A handshake tells all that it compares: a field that one of two has not is a difference.
+    fn unlike_handshake(&self, decode: &Self) -> Option<Unlike> {
+        let (own, other) = (self.compat.as_ref()?, decode.compat.as_ref()?);
+        if own == other {
+            return None;
+        }
+        let names: BTreeSet<&String> = own.keys().chain(other.keys()).collect();
+        let field = names
+            .into_iter()
+            .find(|name| own.get(*name) != other.get(*name))?;
+        let value = |of: &BTreeMap<String, String>| of.get(field).map_or(NOT_TOLD, |v| v).into();
+        Some(Unlike {
+            field: field.as_str().into(),
+            prefill: value(own),
+            decode: value(other),
         })
     }
 }

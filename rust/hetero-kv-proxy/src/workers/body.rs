@@ -188,7 +188,7 @@ pub(super) fn told(body: &[u8]) -> Result<Told, ApiError> {
         .iter()
         .map(|(key, value)| (*key, value.as_str()))
         .collect();
-    let worker = assemble_worker(url, &given).map_err(|found| ApiError {
+    let mut worker = assemble_worker(url, &given).map_err(|found| ApiError {
         code: "invalid_field",
         ..refused(&found)
     })?;
@@ -212,15 +212,17 @@ pub(super) fn told(body: &[u8]) -> Result<Told, ApiError> {
         );
         return Err(fault("invalid_field", "ttl_ms", message));
     }
+    let facts = Facts {
+        kv: facts::kv(members.get("kv"))?,
+        compat: facts::compat(members.get("compat"))?,
+    };
+    worker.traits = worker.traits.with_compat(facts.compat.clone());
     Ok(Told {
         role,
         worker,
         engine_id,
         ttl_ms,
-        facts: Facts {
-            kv: facts::kv(members.get("kv"))?,
-            compat: facts::compat(members.get("compat"))?,
-        },
+        facts,
     })
 }
 

@@ -81,7 +81,7 @@ pub(super) fn known_part(app: &App, role: Role, url: &str) -> Option<Worker> {
 }
 
 /// A worker registers, or is heard of again. Returns its instance and whether that is a new one.
-pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, bool), ApiError> {
+pub(super) fn register(app: &Arc<App>, mut told: Told) -> Result<(Arc<Instance>, bool), ApiError> {
     check(app, told.role, &told.worker)?;
     let held = lock(&app.changes);
     let here: Vec<Arc<Instance>> = [Role::Prefill, Role::Decode]
@@ -130,6 +130,10 @@ pub(super) fn register(app: &Arc<App>, told: Told) -> Result<(Arc<Instance>, boo
     };
     if let Some(why) = known.leave() {
         return Err(leaving(known, why));
+    }
+    if known.registration.by_flag {
+        // An operator's words for it, such as its revision, which no engine knows.
+        told.worker.traits = told.worker.traits.or(&known.worker.traits);
     }
     let same_start = known.is_start(told.engine_id.as_deref());
     if same_start && known.worker.says_the_same(&told.worker) {

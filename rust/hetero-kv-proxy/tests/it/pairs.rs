@@ -297,3 +297,51 @@ async fn room_is_looked_for_at_a_partner() {
     }
     assert_eq!((counts(&p), counts(&d)), (vec![1, 3], vec![1, 3]));
 }
+
+#[tokio::test]
+async fn engines_whose_handshake_would_fail_are_no_pair_and_a_flags_words_stay() {
+    let blocks = Blocks::default();
+    let (p, d, pf, df) = engines(&blocks, &["revision=v1"], &["revision=v1"]).await;
+    let settings = Settings {
+        admin_listen: Some("127.0.0.1:0".to_owned()),
+        health_interval_ms: Some(20),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &pf, &df).await;
+    let register = async |role: &str, engine: &Engine, block_size: &str| {
+        let compat = json!({"block_size": block_size, "revision": "none"});
+        let body =
+            json!({"role": role, "url": engine.url(), "compat": compat, "engine_id": block_size});
+        let (status, worker) = admin(&proxy, "/v1/workers", &body).await;
+        assert!(status == 200 || status == 201, "{worker}");
+        // It names itself as an operator did.
+        assert_eq!(worker["told"], json!({"revision": "v1"}));
+        until("the probe has answered", || {
+            let roles = [
+                hetero_kv_proxy::routing::Role::Prefill,
+                hetero_kv_proxy::routing::Role::Decode,
+            ];
+            roles
+                .iter()
+                .all(|role| proxy.app.view(*role).iter().all(|view| view.ready))
+        })
+        .await;
+    };
+    register("prefill", &p[0], "16").await;
+    register("decode", &d[0], "32").await;
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!(
+        (reply.status, reply.error_code().as_str()),
+        (503, "no_pair")
+    );
+    let error = &reply.json()["error"];
+    assert_eq!(error["param"], "block_size");
+    let message = error["message"].as_str().expect("a message");
+    assert!(
+        message.contains("`16` on prefill and `32` on decode"),
+        "{message}"
+    );
+    register("decode", &d[0], "16").await;
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
+    assert_eq!((counts(&p), counts(&d)), (vec![1], vec![1]));
+}

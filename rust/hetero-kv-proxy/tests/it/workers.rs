@@ -818,14 +818,17 @@ async fn what_a_connector_says_of_itself_is_shown_and_changes_no_worker() {
     let compat = json!({"model": "m", "dtype": "bfloat16"});
     let (status, told) = register(&proxy, "prefill", &p, json!({"kv": kv, "compat": compat})).await;
     assert_eq!((status, &told["kv"], &told["compat"]), (201, &kv, &compat));
-    let more = json!({"kv": {"block_size": 32}});
+    let more = json!({"kv": {"block_size": 32}, "compat": compat});
     let (status, told) = register(&proxy, "prefill", &p, more).await;
     assert_eq!((status, &told["id"]), (200, &json!("prefill-0")));
     assert_eq!(
         worker(&proxy, "prefill-0").await["kv"],
         json!({"block_size": 32})
     );
-    assert!(worker(&proxy, "prefill-0").await["compat"].is_null());
+    // What pairs are made by is another thing: with other KV it is another worker.
+    let (status, told) = register(&proxy, "prefill", &p, json!({})).await;
+    assert_eq!((status, &told["id"]), (201, &json!("prefill-1")));
+    assert!(told["compat"].is_null());
     for (more, field) in [
         (json!({"kv": [1]}), "kv"),
         (json!({"kv": {"a": [1]}}), "kv"),

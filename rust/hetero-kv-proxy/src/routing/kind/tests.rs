@@ -24,8 +24,8 @@ fn a_field_that_both_tell_and_differ_in_keeps_a_pair_apart() {
         let prefill = told(&[(field, one)]);
         let unlike = prefill.unlike(&told(&[(field, other)])).expect("no pair");
         assert_eq!(
-            (unlike.field, &*unlike.prefill, &*unlike.decode),
-            (field, one, other)
+            (&*unlike.field, &*unlike.prefill, &*unlike.decode),
+            (field.key(), one, other)
         );
         assert_eq!(prefill.unlike(&told(&[(field, one)])), None);
         // What one side does not tell may be anything.
@@ -124,4 +124,61 @@ fn sets_hold_what_was_put_in() {
         .collect();
     assert_eq!(both, [64]);
     assert!(of(&[]).is_empty() && set.and(&of(&[5])).is_empty() && !set.is_empty());
+}
+
+fn handshake(fields: &[(&str, &str)]) -> Traits {
+    let fields = fields
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    Traits::default().with_compat(Some(Arc::new(fields.collect())))
+}
+
+#[test]
+fn pairs_that_a_handshake_would_refuse_are_none() {
+    let own = handshake(&[("block_size", "16"), ("revision", "abc")]);
+    let unlike = |other: &Traits| {
+        let unlike = own.unlike(other)?;
+        Some([unlike.field, unlike.prefill, unlike.decode].map(String::from))
+    };
+    let named = |field: &str, prefill: &str, decode: &str| {
+        Some([field, prefill, decode].map(str::to_owned))
+    };
+    assert_eq!(unlike(&own.clone()), None);
+    assert_eq!(
+        unlike(&handshake(&[("block_size", "32"), ("revision", "abc")])),
+        named("block_size", "16", "32")
+    );
+    // It lists all that it compares.
+    assert_eq!(
+        unlike(&handshake(&[("revision", "abc")])),
+        named("block_size", "16", "(not told)")
+    );
+    assert_eq!(
+        unlike(&handshake(&[
+            ("block_size", "16"),
+            ("mla", "true"),
+            ("revision", "abc")
+        ])),
+        named("mla", "(not told)", "true")
+    );
+    // Who tells no handshake may have any.
+    assert_eq!(unlike(&Traits::default()), None);
+    // Its revision is the worker's, unless that is told otherwise.
+    assert_eq!(own.get(Field::Revision), Some("abc"));
+    assert_eq!(
+        unlike(&told(&[(Field::Revision, "abd")])),
+        named("revision", "abc", "abd")
+    );
+    let renamed = own.clone().with(Field::Revision, "v1");
+    assert_eq!(renamed.get(Field::Revision), Some("v1"));
+    let unnamed = handshake(&[("revision", "none")]);
+    assert_eq!(unnamed.get(Field::Revision), None);
+    // What only a flag tells stays, but for a handshake.
+    let flag = told(&[(Field::Revision, "v0"), (Field::Model, "m")]).with_compat(None);
+    let both = renamed.clone().or(&flag);
+    assert_eq!(
+        (both.get(Field::Revision), both.get(Field::Model)),
+        (Some("v1"), Some("m"))
+    );
+    assert_eq!(Traits::default().or(&own), Traits::default());
 }

@@ -129,8 +129,8 @@ fn without_a_pair_the_field_and_both_values_are_named() {
         panic!("no pair is left");
     };
     assert_eq!(
-        (unlike.field, &*unlike.prefill, &*unlike.decode),
-        (Field::Dtype, "bfloat16", "fp8")
+        (&*unlike.field, &*unlike.prefill, &*unlike.decode),
+        ("dtype", "bfloat16", "fp8")
     );
     drain(&mut setup.decode, 0);
     assert_eq!(
