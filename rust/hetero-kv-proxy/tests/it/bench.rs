@@ -107,7 +107,8 @@ async fn times_are_those_of_the_script() {
     let round = &report.rounds[0];
     let near = |ms: Option<f64>, want: f64| {
         let ms = ms.expect("measured");
-        assert!(ms >= want - 2.0 && ms < want + 60.0, "{ms} for {want}");
+        // A busy host adds; a wrong unit or a wrong pair of moments is off by more, or below.
+        assert!(ms >= want - 2.0 && ms < want + 1_500.0, "{ms} for {want}");
     };
     near(round.ttft_ms.map(|times| times.mean), 120.0);
     near(round.tpot_ms.map(|times| times.p50), 30.0);
