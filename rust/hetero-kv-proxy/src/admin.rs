@@ -11,9 +11,9 @@ use crate::app::App;
 use crate::config::Worker;
 use crate::connectors::Order;
 use crate::instance::Instance;
-use crate::metrics::{InstanceLabels, SlotLabels, WaitLabels};
+use crate::metrics::{InstanceLabels, SlotLabels, WaitLabels, WorkerLabels};
 use crate::openai::error::ApiError;
-use crate::routing::{Field, InstanceView, Role, Standing};
+use crate::routing::{Field, HealthState, InstanceView, Role, Standing};
 use crate::sync::lock;
 
 const JSON: &str = "application/json";
@@ -216,6 +216,8 @@ pub fn metrics(app: &App) -> Answer {
     let scrape = lock(&app.metrics.scrape);
     app.metrics.ready.clear();
     app.metrics.in_flight.clear();
+    app.metrics.breaker_open.clear();
+    app.metrics.kept_transfers.clear();
     for role in ROLES {
         let (instances, views) = app.snapshot_with_view(role);
         for (instance, view) in instances.iter().zip(views) {
@@ -227,6 +229,19 @@ pub fn metrics(app: &App) -> Answer {
             let ready = i64::from(view.ready);
             let known = app.metrics.ready.get_or_create(&labels);
             known.set(known.get().max(ready));
+            let open = matches!(view.state, HealthState::Open | HealthState::HalfOpen);
+            let known = app.metrics.breaker_open.get_or_create(&labels);
+            known.set(known.get().max(i64::from(open)));
+            if role == Role::Prefill {
+                let labels = WorkerLabels {
+                    instance: Arc::clone(&instance.label),
+                };
+                let kept = i64::from(view.kept);
+                app.metrics
+                    .kept_transfers
+                    .get_or_create(&labels)
+                    .inc_by(kept);
+            }
             for (rank, count) in (0..).zip(view.in_flight_by_rank) {
                 let labels = SlotLabels {
                     role: role.name(),
@@ -244,6 +259,9 @@ pub fn metrics(app: &App) -> Answer {
         let length = i64::try_from(length).unwrap_or(i64::MAX);
         app.metrics.queue_length.get_or_create(&labels).set(length);
     }
+    let running = app.admission.running(app.config.requests_max);
+    let running = i64::try_from(running).unwrap_or(i64::MAX);
+    app.metrics.requests_running.set(running);
     let text = app.metrics.encode();
     drop(scrape);
     match text {

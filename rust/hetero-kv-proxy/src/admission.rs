@@ -83,6 +83,11 @@ impl Admission {
         }
     }
 
+    /// How many run, of at most `requests_max`.
+    pub fn running(&self, requests_max: usize) -> usize {
+        requests_max.saturating_sub(self.running.available_permits())
+    }
+
     /// How many wait to run, and how many run and wait for slots.
     pub fn waiting(&self) -> (usize, usize) {
         let outside = self.outside.load(Ordering::Relaxed);
@@ -313,8 +318,7 @@ fn reject(metrics: &Metrics, why: Reject) -> ApiError {
 }
 
 fn served(metrics: &Metrics, since: Instant) {
-    let seconds = since.elapsed().as_secs_f64();
-    metrics.queue_wait_seconds.observe(seconds);
+    metrics.queue_wait_seconds.observe(since.elapsed());
 }
 
 async fn stopped(stop: &mut watch::Receiver<bool>) {

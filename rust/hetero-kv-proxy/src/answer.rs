@@ -10,7 +10,7 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
 
 use crate::app::App;
-use crate::metrics::{PhaseLabels, RequestLabels};
+use crate::metrics::{PhaseLabels, RequestLabels, RouteLabels};
 use crate::openai::error::ApiError;
 use crate::stream::{DecodeStream, StreamBroken};
 
@@ -142,6 +142,11 @@ impl Record {
         }
     }
 
+    /// When the request began, by the clock of routing.
+    pub(crate) fn started_us(&self) -> u64 {
+        self.app.us_at(self.started)
+    }
+
     /// When the request began.
     pub fn started(&self) -> Instant {
         self.started
@@ -172,15 +177,17 @@ impl Drop for Record {
             route: self.route,
             status,
         };
-        self.app.metrics.requests.get_or_create(&labels).inc();
+        let metrics = &self.app.metrics;
+        metrics.requests.get_or_create(&labels).inc();
+        let by_route = metrics
+            .request_seconds
+            .get_or_create(&RouteLabels { route: self.route });
+        by_route.observe(self.started.elapsed());
+        drop(by_route);
         let phase = self.phase.name();
         if !self.finished {
             let labels = PhaseLabels { phase };
-            self.app
-                .metrics
-                .client_disconnects
-                .get_or_create(&labels)
-                .inc();
+            metrics.client_disconnects.get_or_create(&labels).inc();
         }
         tracing::debug!(
             route = self.route,

@@ -14,7 +14,7 @@ use crate::auth::Gate;
 use crate::config::{Config, Worker};
 use crate::instance::{Instance, Leave, Registration};
 use crate::lease::KeptBlocks;
-use crate::metrics::{LEG_OUTCOMES, LegLabels, Metrics, ReasonLabels, RoleLabels};
+use crate::metrics::{Metrics, ReasonLabels, RoleLabels};
 use crate::openai::error::ApiError;
 use crate::probe;
 use crate::revisions::Revisions;
@@ -179,6 +179,8 @@ impl App {
         let spec = instance.worker.spec.clone();
         instance.index = side.pool.add(spec, instance.trust(), standing);
         side.pool.set_kind(instance.index, kind);
+        // Under the lock by which others of its label are removed.
+        instance.meters = self.metrics.meters(instance.role, &instance.label);
         let instance = Arc::new(instance);
         Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
         drop(side);
@@ -222,7 +224,7 @@ impl App {
     }
 
     fn remove_if(&self, instance: &Instance, holds: impl FnOnce(&Pool) -> bool) {
-        let (removed, alone) = {
+        {
             let mut side = lock(self.side(instance.role));
             if !holds(&side.pool) {
                 return;
@@ -230,29 +232,21 @@ impl App {
             if let Some(kind) = side.pool.kind(instance.index) {
                 lock(&self.kinds).leave(kind);
             }
-            let removed = side.pool.remove(instance.index);
+            if !side.pool.remove(instance.index) {
+                return;
+            }
             Arc::make_mut(&mut side.instances).retain(|known| known.index != instance.index);
             let alone = side
                 .instances
                 .iter()
                 .all(|known| known.label != instance.label);
-            (removed, alone)
-        };
-        if !removed {
-            return;
-        }
-        if alone {
-            // Addresses come and go with the engines; their counters must not pile up.
-            for outcome in LEG_OUTCOMES {
-                self.metrics.legs.remove(&LegLabels {
-                    role: instance.role.name(),
-                    instance: Arc::clone(&instance.label),
-                    outcome,
-                });
+            if alone {
+                self.metrics.forget(instance.role, &instance.label);
             }
         }
         lock(&self.bad_pairs).forget(instance.role, instance.index);
         instance.gone.cancel();
+        self.metrics.pairs.forget(instance);
         tracing::info!(id = instance.id(), url = &*instance.label, "worker removed");
     }
 
@@ -284,6 +278,17 @@ impl App {
     /// Milliseconds since this proxy was made: the clock of routing.
     pub fn now_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64
+    }
+
+    /// A time of tokio's clock by the clock of routing, in microseconds.
+    pub(crate) fn us_at(&self, at: tokio::time::Instant) -> u64 {
+        let since = at.into_std().saturating_duration_since(self.start);
+        since.as_micros() as u64
+    }
+
+    /// Microseconds since this proxy was made.
+    pub(crate) fn now_us(&self) -> u64 {
+        self.start.elapsed().as_micros() as u64
     }
 
     pub(crate) fn side(&self, role: Role) -> &Mutex<Side> {
@@ -444,15 +449,6 @@ impl App {
         let now_ms = self.now_ms();
         let side = lock(self.side(role));
         (Arc::clone(&side.instances), side.pool.view(now_ms))
-    }
-
-    pub(crate) fn count_leg(&self, instance: &Instance, outcome: &'static str) {
-        let labels = LegLabels {
-            role: instance.role.name(),
-            instance: Arc::clone(&instance.label),
-            outcome,
-        };
-        self.metrics.legs.get_or_create(&labels).inc();
     }
 }
 

@@ -124,6 +124,7 @@ async fn run(
         headers,
         written: Written::default(),
         ticket: Ticket::default(),
+        head_us: record.started_us(),
     });
     let order = match (alone, connector.order()) {
         (_, Order::DecodeAlone) => Order::DecodeAlone,
@@ -324,7 +325,6 @@ struct Prefilled {
     decode: Option<SlotLease>,
     transfer_id: String,
     engine_id: Option<Arc<str>>,
-    sent: Instant,
     flow: Flow,
 }
 
@@ -350,7 +350,6 @@ async fn prefill_tries(
 ) -> Result<Prefilled, Failure> {
     let app = &call.app;
     let connector = app.config.connector;
-    let sent = Instant::now();
     let Slots {
         prefill: mut taken,
         decode,
@@ -395,7 +394,6 @@ async fn prefill_tries(
                     decode,
                     transfer_id,
                     engine_id,
-                    sent,
                     flow,
                 });
             }
@@ -414,7 +412,6 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         mut decode,
         transfer_id,
         engine_id,
-        sent,
         mut flow,
     } = prefilled;
     let status = prefill.head.status;
@@ -427,11 +424,9 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     let prefill_rank = prefill_lease.picked.rank;
     let began_ms = prefill_lease.began_ms();
     // Before its leg ends: with neither, an instance that leaves is gone.
-    let kept = app.keep_blocks(&prefill_instance);
+    let mut kept = app.keep_blocks(&prefill_instance);
     prefill_lease.end(outcome_of(status));
-    app.metrics
-        .prefill_leg_seconds
-        .observe(sent.elapsed().as_secs_f64());
+    let answered_us = app.now_us();
 
     let answer = response::read(&body);
     let leg = |decode: Option<&SlotLease>| {
@@ -449,7 +444,10 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     let has_handle = leg(decode.as_ref()).is_some();
     let stopped = answer.ended == Ended::Stopped;
     match flow.prefill_answered(status.as_u16(), has_handle, stopped) {
-        AfterPrefill::HandOver => app.note_served(&prefill_instance, began_ms),
+        AfterPrefill::HandOver => {
+            kept.owe();
+            app.note_served(&prefill_instance, began_ms);
+        }
         AfterPrefill::PassOn => return Err(call.passed_on(prefill.head, body)),
         AfterPrefill::MissingKv => {
             app.metrics.kv_transfer_missing.inc();
@@ -479,7 +477,12 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         false => None,
     };
     let taken = decode.take();
-    let leg = |lease: &SlotLease| leg(Some(lease));
+    let leg = |lease: &SlotLease| {
+        if has_handle {
+            lease.reads_from(&prefill_instance, Some(answered_us));
+        }
+        leg(Some(lease))
+    };
     let with = has_handle.then_some(&*prefill_instance);
     let (answer, lease) = decode_leg(&call, &mut flow, taken, with, leg).await?;
     Ok(match has_handle {

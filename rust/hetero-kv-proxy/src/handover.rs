@@ -77,7 +77,13 @@ impl DecodeHead {
     async fn spoken(&mut self) {
         if self.early.is_none() && self.claims_blocks {
             // Any frame, the end or an error: the engine has spoken.
-            let _spoken = self.answer.body.frame().await;
+            let spoken = self.answer.body.frame().await;
+            if let Some(Ok(_)) = spoken
+                && self.answer.head.status.is_success()
+                && let Some(kept) = self.kept.take()
+            {
+                kept.taken();
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 use crate::bootstrap::Bootstrap;
 use crate::config::Worker;
 use crate::connectors::PeerSpec;
+use crate::meters::Meters;
 use crate::routing::{InstanceIndex, Role, Trust};
 use crate::sync::lock;
 use crate::upstream::{PoolLimits, Upstream};
@@ -65,6 +66,8 @@ pub struct Instance {
     pub registration: Registration,
     /// Its bootstrap server, where the connector has one.
     pub(crate) bootstrap: Option<Bootstrap>,
+    /// Its metrics.
+    pub(crate) meters: Meters,
     /// One start of the engine, once the worker has told it.
     engine_id: Mutex<Option<String>>,
     /// What its connector says of itself.
@@ -79,7 +82,7 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// An instance that is not in a pool yet: its index is not its own.
+    /// An instance that is not in a pool yet: its index is not its own, and its metrics are not shown.
     ///
     /// # Errors
     /// A URL that cannot be a `Host` header.
@@ -100,6 +103,7 @@ impl Instance {
             upstream: Upstream::new(worker.base.clone(), limits)?,
             worker,
             bootstrap,
+            meters: Meters::default(),
             registration,
             engine_id: Mutex::new(None),
             facts: Mutex::default(),

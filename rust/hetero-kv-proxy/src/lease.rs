@@ -1,7 +1,10 @@
 //! What a request holds of an instance: a slot while a leg runs, and blocks until decode has them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use http::StatusCode;
 
 use crate::app::App;
 use crate::instance::Instance;
@@ -16,14 +19,21 @@ pub struct SlotLease {
     instance: Arc<Instance>,
     /// What was chosen.
     pub picked: Picked,
-    /// When its leg went out, by the clock of routing.
-    began_ms: AtomicU64,
+    times: LegTimes,
+    /// Where its blocks come from, once it names a transfer.
+    from: OnceLock<Source>,
     outcome: &'static str,
 }
 
 impl Drop for SlotLease {
     fn drop(&mut self) {
-        self.app.count_leg(&self.instance, self.outcome);
+        let meters = &self.instance.meters;
+        meters.count_leg(self.outcome);
+        if self.outcome == "ok"
+            && let Some(took) = since(&self.times.sent_us, self.app.now_us())
+        {
+            meters.leg.observe(took);
+        }
         self.app.release(&self.instance, self.picked.slot);
     }
 }
@@ -31,7 +41,11 @@ impl Drop for SlotLease {
 impl SlotLease {
     pub(crate) fn new(app: Arc<App>, instance: Arc<Instance>, picked: Picked) -> Self {
         Self {
-            began_ms: AtomicU64::new(app.now_ms()),
+            times: LegTimes {
+                taken_us: app.now_us(),
+                ..LegTimes::default()
+            },
+            from: OnceLock::new(),
             app,
             instance,
             picked,
@@ -56,12 +70,52 @@ impl SlotLease {
 
     /// Its leg goes out now.
     pub(crate) fn begin(&self) {
-        self.began_ms.store(self.app.now_ms(), Ordering::Relaxed);
+        let now_us = self.app.now_us();
+        self.times.sent_us.store(now_us, Ordering::Relaxed);
     }
 
-    /// When its leg went out, by the clock of routing.
+    /// When its leg went out, or else its slot was taken, by the clock of routing.
     pub(crate) fn began_ms(&self) -> u64 {
-        self.began_ms.load(Ordering::Relaxed)
+        let sent_us = self.times.sent_us.load(Ordering::Relaxed);
+        sent_us.max(self.times.taken_us) / 1_000
+    }
+
+    /// It was the first slot of its role for a request whose head came at `head_us`.
+    pub(crate) fn note_queue(&self, head_us: u64) {
+        let waited_us = self.times.taken_us.saturating_sub(head_us);
+        let queue = &self.instance.meters.queue;
+        queue.observe(Duration::from_micros(waited_us));
+    }
+
+    /// Its leg is to read what `prefill` keeps, whose answer was whole at `answered_us`; `None`
+    /// where both legs go out at once.
+    pub(crate) fn reads_from(&self, prefill: &Arc<Instance>, answered_us: Option<u64>) {
+        // The first transfer is the only one: a leg that is sent again has another lease.
+        let _ = self.from.set(Source {
+            prefill: Arc::clone(prefill),
+            answered_us,
+        });
+    }
+
+    /// The head of an answer came.
+    pub(crate) fn note_head(&self, status: StatusCode) {
+        let now_us = self.app.now_us();
+        self.times.head_us.store(now_us, Ordering::Relaxed);
+        if !status.is_success() {
+            return;
+        }
+        if let Some(meters) = &self.instance.meters.decode
+            && let Some(took) = since(&self.times.sent_us, now_us)
+        {
+            meters.head.observe(took);
+        }
+        if let Some(from) = self.from.get()
+            && let Some(answered_us) = from.answered_us
+        {
+            let took = Duration::from_micros(now_us.saturating_sub(answered_us));
+            let pairs = &self.app.metrics.pairs;
+            pairs.took(&from.prefill, &self.instance, took);
+        }
     }
 
     /// The engine did what the leg asked of it.
@@ -72,6 +126,9 @@ impl SlotLease {
     /// The leg failed by the engine's fault.
     pub(crate) fn note_failed(&self, fault: LegFault) {
         self.app.note_failed(&self.instance, fault, self.began_ms());
+        if let Some(from) = self.from.get() {
+            self.app.metrics.pairs.failed(&from.prefill, &self.instance);
+        }
     }
 
     /// The engine gave a response head with a status below 500.
@@ -85,22 +142,62 @@ impl SlotLease {
     }
 }
 
+/// When what happened to a leg, by the clock of routing; 0 for what has not.
+#[derive(Debug, Default)]
+struct LegTimes {
+    taken_us: u64,
+    sent_us: AtomicU64,
+    head_us: AtomicU64,
+}
+
+/// From a time until `now_us`; `None` where it has not come.
+fn since(at_us: &AtomicU64, now_us: u64) -> Option<Duration> {
+    let at_us = at_us.load(Ordering::Relaxed);
+    (at_us > 0).then(|| Duration::from_micros(now_us.saturating_sub(at_us)))
+}
+
+/// Where a decode leg's blocks are.
+#[derive(Debug)]
+struct Source {
+    prefill: Arc<Instance>,
+    answered_us: Option<u64>,
+}
+
 /// Blocks of one transfer on a prefill instance, from its answer until decode has spoken or the
 /// decode leg has ended. An engine that is drained must not be stopped before.
 #[derive(Debug)]
 pub struct KeptBlocks {
     app: Arc<App>,
     instance: Arc<Instance>,
+    /// They are there, and nothing says that decode took them.
+    owed: bool,
 }
 
 impl KeptBlocks {
     pub(crate) fn new(app: Arc<App>, instance: Arc<Instance>) -> Self {
-        Self { app, instance }
+        Self {
+            app,
+            instance,
+            owed: false,
+        }
+    }
+
+    /// The prefill answer has a handle: there are such blocks.
+    pub(crate) fn owe(&mut self) {
+        self.owed = true;
+    }
+
+    /// Decode has taken them.
+    pub(crate) fn taken(mut self) {
+        self.owed = false;
     }
 }
 
 impl Drop for KeptBlocks {
     fn drop(&mut self) {
+        if let Some(left) = self.instance.meters.left.as_ref().filter(|_| self.owed) {
+            left.inc();
+        }
         self.app.blocks_read(&self.instance);
     }
 }

@@ -76,6 +76,8 @@ pub(crate) struct Call {
     pub(crate) key: RequestKey,
     pub(crate) written: Written,
     pub(crate) ticket: Ticket,
+    /// When the request's head came, by the clock of routing.
+    pub(crate) head_us: u64,
 }
 
 impl Call {
@@ -85,7 +87,11 @@ impl Call {
         prefill: Option<Choice<'_>>,
         decode: Option<Choice<'_>>,
     ) -> Result<Slots, Refused> {
-        self.take(prefill, decode, None, Begun::No).await
+        let slots = self.take(prefill, decode, None, Begun::No).await?;
+        for lease in [&slots.prefill, &slots.decode].into_iter().flatten() {
+            lease.note_queue(self.head_us);
+        }
+        Ok(slots)
     }
 
     /// Takes slots for another pair of legs.
@@ -205,6 +211,7 @@ impl Call {
             .upstream()
             .send(&Method::POST, path, headers, &extra, body, fresh)
             .await?;
+        lease.note_head(answer.head.status);
         // A client's mistake proves a living engine; its own failures prove nothing.
         let status = answer.head.status.as_u16();
         if status < 500 {

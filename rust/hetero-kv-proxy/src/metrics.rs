@@ -6,13 +6,10 @@ use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Metric, Registry, Unit};
 
-/// Seconds; from a cached one-token prefill to a long prompt in a full queue.
-const SECONDS: [f64; 14] = [
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
-];
+use crate::histogram::Durations;
+use crate::meters::{DurationsBy, Pairs, parts_by};
 
 /// How a leg can end.
 pub const LEG_OUTCOMES: [&str; 10] = [
@@ -66,6 +63,20 @@ pub struct InstanceLabels {
     pub role: &'static str,
     /// Base URL of the instance.
     pub instance: Arc<str>,
+}
+
+/// Labels of an instance of a metric that one role has.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct WorkerLabels {
+    /// Base URL of the instance.
+    pub instance: Arc<str>,
+}
+
+/// The label of a route.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct RouteLabels {
+    /// The path, from a fixed set.
+    pub route: &'static str,
 }
 
 /// One label that says where in a request's life something happened.
@@ -124,10 +135,30 @@ pub struct Metrics {
     pub in_flight: Family<SlotLabels, Gauge>,
     /// 1 for an instance that answered recently; set when scraped.
     pub ready: Family<InstanceLabels, Gauge>,
+    /// 1 for an instance that is kept out or tried since its legs failed; set when scraped.
+    pub breaker_open: Family<InstanceLabels, Gauge>,
+    /// Requests that run; set when scraped.
+    pub requests_running: Gauge,
+    /// Transfers whose blocks prefill keeps for decode legs; set when scraped.
+    pub kept_transfers: Family<WorkerLabels, Gauge>,
+    /// Transfers that decode was not seen to take: their lease has to end them.
+    pub transfers_left: Family<WorkerLabels, Counter>,
+    /// Requests from clients, head to end.
+    pub request_seconds: DurationsBy<RouteLabels>,
+    /// From a request's head to its first slot on this instance.
+    pub queue_seconds: DurationsBy<InstanceLabels>,
     /// From a request's head to the first chunk of its event stream.
-    pub ttft_seconds: Histogram,
-    /// From sending the prefill leg to its whole answer.
-    pub prefill_leg_seconds: Histogram,
+    pub ttft_seconds: DurationsBy<WorkerLabels>,
+    /// Between the chunks of event streams.
+    pub inter_token_seconds: DurationsBy<WorkerLabels>,
+    /// From sending a prefill leg to its whole answer.
+    pub prefill_leg_seconds: DurationsBy<WorkerLabels>,
+    /// From sending a decode leg to the head of its answer.
+    pub decode_head_seconds: DurationsBy<WorkerLabels>,
+    /// From sending a decode leg to the end of its answer.
+    pub decode_leg_seconds: DurationsBy<WorkerLabels>,
+    /// By pair of workers.
+    pub pairs: Pairs,
     /// Prefill answers with status 2xx and no usable KV handle.
     pub kv_transfer_missing: Counter,
     /// Clients that left before their answer was complete.
@@ -149,7 +180,7 @@ pub struct Metrics {
     /// Requests that wait for room; set when scraped.
     pub queue_length: Family<WaitLabels, Gauge>,
     /// How long those waited that then found room.
-    pub queue_wait_seconds: Histogram,
+    pub queue_wait_seconds: Durations,
     /// Requests that the queue sent away.
     pub queue_rejects: Family<ReasonLabels, Counter>,
     /// Requests refused for want of a key or a signature.
@@ -172,8 +203,18 @@ impl Default for Metrics {
             legs: Family::default(),
             in_flight: Family::default(),
             ready: Family::default(),
-            ttft_seconds: Histogram::new(SECONDS),
-            prefill_leg_seconds: Histogram::new(SECONDS),
+            breaker_open: Family::default(),
+            requests_running: Gauge::default(),
+            kept_transfers: Family::default(),
+            transfers_left: Family::default(),
+            request_seconds: parts_by(),
+            queue_seconds: parts_by(),
+            ttft_seconds: parts_by(),
+            inter_token_seconds: Family::new_with_constructor(Durations::gaps),
+            prefill_leg_seconds: parts_by(),
+            decode_head_seconds: parts_by(),
+            decode_leg_seconds: parts_by(),
+            pairs: Pairs::default(),
             kv_transfer_missing: Counter::default(),
             client_disconnects: Family::default(),
             settles: Counter::default(),
@@ -184,7 +225,7 @@ impl Default for Metrics {
             breaker_opens: Family::default(),
             pair_quarantines: Counter::default(),
             queue_length: Family::default(),
-            queue_wait_seconds: Histogram::new(SECONDS),
+            queue_wait_seconds: Durations::parts(),
             queue_rejects: Family::default(),
             unauthorized: Family::default(),
             engine_scrapes: Family::default(),
@@ -208,14 +249,83 @@ impl Default for Metrics {
             new.ready.clone(),
         );
         r.register(
-            "ttft_seconds",
-            "Request head to first chunk of its event stream",
-            new.ttft_seconds.clone(),
+            "breaker_open",
+            "1 while the instance is kept out, or tried, since its legs failed",
+            new.breaker_open.clone(),
         );
         r.register(
-            "prefill_leg_seconds",
-            "Prefill leg, sent to answered",
+            "requests_running",
+            "Requests that run, those that wait for slots included; 0 at rest",
+            new.requests_running.clone(),
+        );
+        r.register(
+            "kept_transfers",
+            "Transfers whose blocks a prefill instance keeps for decode legs; 0 at rest",
+            new.kept_transfers.clone(),
+        );
+        r.register(
+            "transfers_left",
+            "Transfers that decode was not seen to take, so that the lease of their blocks ends them",
+            new.transfers_left.clone(),
+        );
+        seconds(
+            r,
+            "request",
+            "Requests from clients, head to end, however they ended",
+            new.request_seconds.clone(),
+        );
+        seconds(
+            r,
+            "queue",
+            "Request head to its first slot on this instance: its body, and what it waited for",
+            new.queue_seconds.clone(),
+        );
+        seconds(
+            r,
+            "ttft",
+            "Time to first token: request head to first chunk of its event stream",
+            new.ttft_seconds.clone(),
+        );
+        seconds(
+            r,
+            "inter_token",
+            "Between two chunks of an event stream",
+            new.inter_token_seconds.clone(),
+        );
+        seconds(
+            r,
+            "prefill_leg",
+            "Good prefill legs, sent to answered",
             new.prefill_leg_seconds.clone(),
+        );
+        seconds(
+            r,
+            "decode_head",
+            "Good decode legs, sent to the head of the answer",
+            new.decode_head_seconds.clone(),
+        );
+        seconds(
+            r,
+            "decode_leg",
+            "Good decode legs, sent to the end of the answer",
+            new.decode_leg_seconds.clone(),
+        );
+        seconds(
+            r,
+            "handover",
+            "End of the prefill answer to the head of a good decode answer",
+            new.pairs.seconds.clone(),
+        );
+        seconds(
+            r,
+            "queue_wait",
+            "Wait of requests that then found room",
+            new.queue_wait_seconds.clone(),
+        );
+        r.register(
+            "handover_failures",
+            "Decode legs with a handle that failed by the fault of an engine",
+            new.pairs.failures.clone(),
         );
         r.register(
             "kv_transfer_missing",
@@ -264,11 +374,6 @@ impl Default for Metrics {
             new.queue_length.clone(),
         );
         r.register(
-            "queue_wait_seconds",
-            "Wait of requests that then found room",
-            new.queue_wait_seconds.clone(),
-        );
-        r.register(
             "queue_rejects",
             "Requests that the queue sent away",
             new.queue_rejects.clone(),
@@ -301,6 +406,10 @@ impl Default for Metrics {
         new.registry = registry;
         new
     }
+}
+
+fn seconds(registry: &mut Registry, name: &str, help: &str, metric: impl Metric) {
+    registry.register_with_unit(name, help, Unit::Seconds, metric);
 }
 
 impl Metrics {

@@ -15,6 +15,8 @@ use crate::answer::Record;
 use crate::app::App;
 use crate::completions::Begun;
 use crate::handover::{DecodeHead, settle_stream};
+use crate::histogram::Gaps;
+use crate::meters::DecodeMeters;
 use crate::metrics::ReasonLabels;
 use crate::openai::error::{self, ApiError};
 use crate::openai::sse::{self, Tail};
@@ -82,6 +84,8 @@ pub struct DecodeStream {
     limits: StreamLimits,
     alarm: Pin<Box<Sleep>>,
     heard: Instant,
+    /// Between chunks of an event stream, not yet counted.
+    gaps: Gaps,
     started: Instant,
     /// For an event stream: its end, to close it properly when it breaks.
     events: Option<Tail>,
@@ -98,6 +102,12 @@ struct Live {
     record: Record,
     _permit: OwnedSemaphorePermit,
     _running: Running,
+}
+
+impl Live {
+    fn meters(&self) -> Option<&DecodeMeters> {
+        self.decode.lease.instance().meters.decode.as_ref()
+    }
 }
 
 impl DecodeStream {
@@ -134,6 +144,7 @@ impl DecodeStream {
                 limits.deadline.min(now + limits.idle),
             )),
             heard: now,
+            gaps: Gaps::default(),
             events: is_events.then(Tail::default),
             any_chunk: false,
             written,
@@ -261,26 +272,34 @@ impl DecodeStream {
     }
 
     fn note_chunk(&mut self, chunk: &[u8]) {
-        self.heard = Instant::now();
-        if self.events.is_some() && !self.any_chunk {
-            let seconds = (self.heard - self.started).as_secs_f64();
-            self.app.metrics.ttft_seconds.observe(seconds);
+        let before = std::mem::replace(&mut self.heard, Instant::now());
+        if self.events.is_some() && self.any_chunk {
+            if self.gaps.keep(self.heard - before) {
+                self.count_gaps();
+            }
+        } else if self.events.is_some()
+            && let Some(meters) = self.live.as_ref().and_then(Live::meters)
+        {
+            meters.ttft.observe(self.heard - self.started);
         }
         if !self.any_chunk {
             self.any_chunk = true;
             self.judge(chunk);
-            // Decode has read its KV.
-            if let Some(live) = &mut self.live {
-                live.decode.kept = None;
-            }
+        }
+    }
+
+    fn count_gaps(&mut self) {
+        if let Some(meters) = self.live.as_ref().and_then(Live::meters) {
+            self.gaps.count_in(&meters.gap);
         }
     }
 
     /// What the first bytes of the body say of the engine, and of the pair that moved its KV.
-    fn judge(&self, first: &[u8]) {
-        let Some(live) = &self.live else {
+    fn judge(&mut self, first: &[u8]) {
+        let Some(live) = &mut self.live else {
             return;
         };
+        let kept = live.decode.kept.take();
         let DecodeHead {
             answer,
             lease,
@@ -295,6 +314,10 @@ impl DecodeStream {
             lease.note_served();
             self.app
                 .note_pair_served(source.as_deref(), lease.instance());
+            // Decode has read its KV.
+            if let Some(kept) = kept {
+                kept.taken();
+            }
         }
         let names_kv = (broke || status.is_server_error()) && error::names_kv(first);
         // Gateways answer 502 to 504 for what has nothing to do with KV.
@@ -309,6 +332,7 @@ impl DecodeStream {
         if !self.any_chunk {
             self.judge(b"");
         }
+        self.count_gaps();
         if let Some(live) = self.live.take() {
             if let Some(prefill) = live.decode.prefill {
                 together::close_later(&self.app, prefill);
@@ -322,6 +346,7 @@ impl DecodeStream {
         &mut self,
         broken: StreamBroken,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
+        self.count_gaps();
         let Some(live) = self.live.take() else {
             return Poll::Ready(None);
         };
@@ -360,6 +385,7 @@ impl DecodeStream {
 
 impl Drop for DecodeStream {
     fn drop(&mut self) {
+        self.count_gaps();
         let Some(live) = self.live.take() else {
             return;
         };

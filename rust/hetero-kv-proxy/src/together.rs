@@ -9,7 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use tokio::sync::oneshot;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::app::App;
@@ -63,6 +63,7 @@ pub(crate) async fn both_legs(
             prefill: slot(&prefill_lease, None),
             decode: Some(slot(&decode_lease, None)),
         };
+        decode_lease.reads_from(prefill_lease.instance(), None);
         let connector = call.app.config.connector;
         let prefill_leg = connector.prefill_leg(&transfer);
         let decode_leg = connector
@@ -95,7 +96,7 @@ pub(crate) async fn both_legs(
             }
             Err(Broken::Answer(failure)) => return Err(failure),
             Err(Broken::Prefill(lease, error)) => {
-                prefill_next = after_failure(&call, &mut flow, lease, false, error)?;
+                prefill_next = after_failure(&call, &mut flow, *lease, false, error)?;
             }
             Err(Broken::Decode(error)) => {
                 decode_next = after_failure(&call, &mut flow, decode_lease, true, error)?;
@@ -108,7 +109,7 @@ pub(crate) async fn both_legs(
 enum Broken {
     /// This is what the client is told.
     Answer(Failure),
-    Prefill(SlotLease, SendError),
+    Prefill(Box<SlotLease>, SendError),
     Decode(SendError),
 }
 
@@ -156,7 +157,7 @@ fn well(ended: Result<Prefill, oneshot::error::RecvError>) -> Result<bool, Broke
     match ended {
         Ok(Prefill::Good) | Err(_) => Ok(true),
         Ok(Prefill::Failed(failure)) => Err(Broken::Answer(failure)),
-        Ok(Prefill::NotSent(lease, error)) => Err(Broken::Prefill(lease, error)),
+        Ok(Prefill::NotSent(lease, error)) => Err(Broken::Prefill(Box::new(lease), error)),
     }
 }
 
@@ -201,7 +202,6 @@ pub(crate) fn close_later(app: &Arc<App>, running: DropGuard) {
 
 async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefill {
     let app = &call.app;
-    let sent = Instant::now();
     let answer = match call.send_prefill(&lease, leg, fresh).await {
         Ok(answer) => answer,
         Err(error) => return Prefill::NotSent(lease, error),
@@ -219,8 +219,5 @@ async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefi
     if !status.is_success() {
         return Prefill::Failed(call.passed_on(answer.head, body));
     }
-    app.metrics
-        .prefill_leg_seconds
-        .observe(sent.elapsed().as_secs_f64());
     Prefill::Good
 }

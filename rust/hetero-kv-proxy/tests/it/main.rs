@@ -19,6 +19,7 @@ mod engine_load;
 mod failures;
 mod fuzz_corpus;
 mod limits;
+mod metrics;
 mod mock;
 mod pairs;
 mod pd_flow;
@@ -106,11 +107,28 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
 
 /// The value of one metric line, by its name and labels as written; 0 when it is not there.
 async fn metric(proxy: &Proxy, line: &str) -> f64 {
+    let name = format!("hetero_kv_proxy_{line} ");
+    let text = metrics_text(proxy).await;
+    let mut values = text.lines().filter_map(|found| found.strip_prefix(&name));
+    values.next().map_or(0.0, number)
+}
+
+/// The sum of one metric over all its labels.
+async fn metric_sum(proxy: &Proxy, name: &str) -> f64 {
+    let name = format!("hetero_kv_proxy_{name}");
+    let text = metrics_text(proxy).await;
+    let lines = text.lines().filter_map(|line| line.strip_prefix(&name));
+    let lines = lines.filter(|rest| rest.starts_with(['{', ' ']));
+    let values = lines.filter_map(|rest| rest.rsplit_once(' '));
+    values.map(|(_, value)| number(value)).sum()
+}
+
+fn number(text: &str) -> f64 {
+    text.parse().expect("a number")
+}
+
+async fn metrics_text(proxy: &Proxy) -> String {
     let mut client = Client::connect(proxy.address).await;
     client.get("/metrics").await;
-    let text = client.reply().await.text();
-    let name = format!("hetero_kv_proxy_{line} ");
-    text.lines()
-        .find_map(|found| found.strip_prefix(&name))
-        .map_or(0.0, |value| value.parse().expect("a number"))
+    client.reply().await.text()
 }

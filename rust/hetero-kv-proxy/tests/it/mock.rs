@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::client::{Client, Reply};
-use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, proxy_with, until};
+use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric_sum, proxy_with, until};
 
 pub(crate) fn args(flags: &[&str]) -> MockArgs {
     let line = ["hetero-kv-proxy", "mock"].iter().chain(flags);
@@ -327,5 +327,5 @@ async fn the_proxy_serves_from_mock_workers_and_they_are_left_clean() {
         (mock.transfers.pinned(), mock.transfers.freed.load(Relaxed)),
         (0, 2)
     );
-    assert!(metric(&proxy, "ttft_seconds_count").await >= 1.0);
+    assert!(metric_sum(&proxy, "ttft_seconds_count").await >= 1.0);
 }

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Framing, Script, freed};
-use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
+use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, metric_sum, post, proxy, proxy_with, urls};
 
 #[tokio::test]
 async fn each_chunk_reaches_the_client_before_the_next_is_made() {
@@ -40,7 +40,7 @@ async fn each_chunk_reaches_the_client_before_the_next_is_made() {
         assert_eq!(client.chunk().await.as_deref(), Some(want.as_bytes()));
     }
     assert_eq!(client.chunk().await.as_deref(), Some(&b""[..]));
-    assert_eq!(metric(&proxy, "ttft_seconds_count").await, 1.0);
+    assert_eq!(metric_sum(&proxy, "ttft_seconds_count").await, 1.0);
 }
 
 #[tokio::test]
@@ -74,7 +74,7 @@ async fn a_plain_answer_keeps_its_length_and_bytes() {
         reply.headers["content-type"],
         "application/json; charset=utf-8"
     );
-    assert_eq!(metric(&proxy, "ttft_seconds_count").await, 0.0);
+    assert_eq!(metric_sum(&proxy, "ttft_seconds_count").await, 0.0);
 }
 
 #[tokio::test]
