@@ -8,11 +8,14 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
+use tracing::field;
 
 use crate::app::App;
+use crate::headers;
 use crate::metrics::{PhaseLabels, RequestLabels, RouteLabels};
 use crate::openai::error::ApiError;
 use crate::stream::{DecodeStream, StreamBroken};
+use crate::trace_context::TraceContext;
 
 /// Status that stands in metrics for a client that left before its answer began.
 const CLIENT_LEFT: u16 = 499;
@@ -127,6 +130,8 @@ pub struct Record {
     phase: Phase,
     status: Option<u16>,
     finished: bool,
+    request_id: Option<HeaderValue>,
+    trace: Option<TraceContext>,
 }
 
 impl Record {
@@ -139,6 +144,8 @@ impl Record {
             phase: Phase::Admit,
             status: None,
             finished: false,
+            request_id: None,
+            trace: None,
         }
     }
 
@@ -150,6 +157,12 @@ impl Record {
     /// When the request began.
     pub fn started(&self) -> Instant {
         self.started
+    }
+
+    /// What its legs are known by, for the log.
+    pub(crate) fn identify(&mut self, headers: &HeaderMap, trace: Option<TraceContext>) {
+        self.request_id = headers.get(headers::REQUEST_ID).cloned();
+        self.trace = trace;
     }
 
     /// The request goes into another phase.
@@ -190,6 +203,8 @@ impl Drop for Record {
             metrics.client_disconnects.get_or_create(&labels).inc();
         }
         tracing::debug!(
+            request_id = self.request_id.as_ref().and_then(|id| id.to_str().ok()),
+            trace_id = self.trace.map(|trace| field::display(trace.trace_id())),
             route = self.route,
             status,
             phase,

@@ -24,6 +24,7 @@ use crate::routing::{
 };
 use crate::running::Requests;
 use crate::sync::lock;
+use crate::trace_context::TraceIds;
 use crate::upstream::PoolLimits;
 
 /// The instances of one role, in the order of their indexes. A reader's list stays as it was.
@@ -74,6 +75,8 @@ pub struct App {
     start: Instant,
     /// Pairs of engines that are avoided. Locked behind all others, or alone.
     pub(crate) bad_pairs: Mutex<BadPairs>,
+    /// Ids of traces and of legs.
+    pub(crate) trace_ids: TraceIds,
     prefill: Mutex<Side>,
     decode: Mutex<Side>,
 }
@@ -130,6 +133,7 @@ impl App {
             revisions: Revisions::new(config.revision_weights.clone()),
             start: Instant::now(),
             bad_pairs: Mutex::default(),
+            trace_ids: TraceIds::default(),
             config,
         });
         for (role, workers) in [

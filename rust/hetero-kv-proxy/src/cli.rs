@@ -230,6 +230,9 @@ settings! {
     /// On SIGTERM or SIGINT: time for running requests to end [default: 30]
     #[arg(value_name = "S")]
     drain_timeout_s: u64, "HETERO_KV_PROXY_DRAIN_TIMEOUT_S";
+    /// Share of requests that come without a traceparent of which the engines are told to sample a new trace; 0 makes no traces [default: 0]
+    #[arg(value_name = "0..1")]
+    trace_sample: f64, "HETERO_KV_PROXY_TRACE_SAMPLE";
     /// Worker threads; 0 is one for each core [default: 0]
     #[arg(value_name = "N")]
     threads: usize, "HETERO_KV_PROXY_THREADS";

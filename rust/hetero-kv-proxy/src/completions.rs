@@ -35,6 +35,7 @@ use crate::running::{Running, aborted};
 use crate::slots::{Choice, Slots};
 use crate::stream::{DecodeStream, outcome_of};
 use crate::together;
+use crate::trace_context;
 use crate::upstream::{self, Written};
 
 /// Serves one request. Dropped when the client leaves.
@@ -112,7 +113,9 @@ async fn run(
     let endpoint = endpoint.map(|url| app.prefill_endpoint(url)).transpose()?;
     let connector = app.config.connector;
     let alone = request.runs_alone(connector.shares_transfer());
-    let headers = headers::for_legs(head.headers, random_hex)?;
+    let mut headers = headers::for_legs(head.headers, random_hex)?;
+    let trace = trace_context::enter(app, &mut headers);
+    record.identify(&headers, trace);
     let call = Arc::new(Call {
         app: Arc::clone(app),
         route,
@@ -125,6 +128,7 @@ async fn run(
         written: Written::default(),
         ticket: Ticket::default(),
         head_us: record.started_us(),
+        trace,
     });
     let order = match (alone, connector.order()) {
         (_, Order::DecodeAlone) => Order::DecodeAlone,

@@ -134,6 +134,8 @@ pub struct Config {
     pub breaker_open: Duration,
     /// Time for running requests to end at shutdown.
     pub drain_timeout: Duration,
+    /// Share of new traces that are sampled; 0 for no new traces.
+    pub trace_sample: f64,
     /// Worker threads; 0 is one for each core.
     pub threads: usize,
     /// Tracing filter.
@@ -390,6 +392,7 @@ impl Config {
         let auto = is_auto.then_some(AutoRules {
             prompt_bytes_min: auto_prompt_bytes_min,
         });
+        let trace_sample = faults.range("--trace-sample", &mut r.trace_sample, 0.0, 0.0, 1.0);
         let threads = faults.range("--threads", &mut r.threads, 0, 0, 1_024);
 
         if !faults.0.is_empty() {
@@ -440,6 +443,7 @@ impl Config {
             breaker_failures_max,
             breaker_open,
             drain_timeout,
+            trace_sample,
             threads,
             log_level,
             log_format,
@@ -495,7 +499,8 @@ impl Faults {
         high: T,
     ) -> T {
         let value = *slot.get_or_insert(default);
-        if value < low || value > high {
+        // Also what is no number.
+        if !(low..=high).contains(&value) {
             self.add(format!("{flag} {value}: must be {low} to {high}"));
         }
         value

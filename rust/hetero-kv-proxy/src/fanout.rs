@@ -20,6 +20,7 @@ use crate::legs::read_answer;
 use crate::openai::error::ApiError;
 use crate::random::random_hex;
 use crate::routing::Role;
+use crate::trace_context;
 use crate::upstream::{LegBody, SendError};
 
 /// Paths whose `POST` goes to the engines of both roles.
@@ -133,10 +134,12 @@ async fn tell(
     let (head, body) = request.into_parts();
     let body = admit::body(app, &head.headers, body, deadline).await?;
     watch.arm();
+    let mut headers = headers::for_legs(head.headers, random_hex)?;
+    trace_context::pass(app, &mut headers);
     let sent = Sent {
         method: Method::POST,
         path,
-        headers: headers::for_legs(head.headers, random_hex)?,
+        headers,
         body,
     };
     let outcomes = ask(app, &[Role::Prefill, Role::Decode], &sent, deadline).await;
@@ -189,6 +192,7 @@ pub async fn models(app: &Arc<App>, request: Request<Incoming>) -> Answer {
         Err(error) => return answer::error(&error),
     };
     headers.remove(header::CONTENT_TYPE);
+    trace_context::pass(app, &mut headers);
     let sent = Sent {
         method: Method::GET,
         path: "/v1/models",

@@ -2,6 +2,8 @@
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
+use crate::trace_context::{TRACEPARENT, TRACESTATE};
+
 /// The header by which an engine instance learns the DP rank that is meant.
 pub const DP_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 /// The id of a request, equal on both legs and in the answer.
@@ -84,6 +86,9 @@ pub fn for_legs<E>(
 pub fn for_client(mut headers: HeaderMap, request_id: Option<&HeaderValue>) -> HeaderMap {
     drop_hop_by_hop(&mut headers);
     headers.remove(header::CONTENT_LENGTH);
+    // Of the leg, and not of the client's request.
+    headers.remove(TRACEPARENT);
+    headers.remove(TRACESTATE);
     if let Some(id) = request_id {
         headers.insert(REQUEST_ID, id.clone());
     }

@@ -24,6 +24,7 @@ use crate::routing::{
     AfterFailure, Alone, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role, Traits,
 };
 use crate::slots::{Choice, Slots, Want};
+use crate::trace_context::{self, TraceContext};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
 /// What the client is told instead of a decode answer.
@@ -78,6 +79,8 @@ pub(crate) struct Call {
     pub(crate) ticket: Ticket,
     /// When the request's head came, by the clock of routing.
     pub(crate) head_us: u64,
+    /// Whose trace it belongs to.
+    pub(crate) trace: Option<TraceContext>,
 }
 
 impl Call {
@@ -204,6 +207,9 @@ impl Call {
         if let Some(id) = leg.and_then(|leg| leg.request_id.as_deref()) {
             let id = HeaderValue::try_from(id).map_err(http::Error::from)?;
             extra.push((headers::REQUEST_ID, id));
+        }
+        if let Some(header) = trace_context::leg(&self.app, self.trace) {
+            extra.push((trace_context::TRACEPARENT, header));
         }
         let (path, headers) = (self.route.path(), &self.headers);
         lease.begin();

@@ -46,5 +46,6 @@ pub mod stream;
 mod sync;
 pub mod tell;
 mod together;
+pub mod trace_context;
 pub mod upstream;
 pub mod workers;

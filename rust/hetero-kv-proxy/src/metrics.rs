@@ -171,6 +171,8 @@ pub struct Metrics {
     pub fallbacks: Family<ReasonLabels, Counter>,
     /// Requests with a list of prompts, of which the first is prefilled remotely.
     pub batch_prompts: Counter,
+    /// Headers of a client's trace context that were not well-formed.
+    pub trace_faults: Family<ReasonLabels, Counter>,
     /// Answers that broke after their head was sent.
     pub stream_breaks: Family<ReasonLabels, Counter>,
     /// Instances that were kept out because their legs failed.
@@ -221,6 +223,7 @@ impl Default for Metrics {
             retries: Family::default(),
             fallbacks: Family::default(),
             batch_prompts: Counter::default(),
+            trace_faults: Family::default(),
             stream_breaks: Family::default(),
             breaker_opens: Family::default(),
             pair_quarantines: Counter::default(),
@@ -352,6 +355,11 @@ impl Default for Metrics {
             "batch_prompts",
             "Requests with a list of prompts, the first of which is prefilled remotely",
             new.batch_prompts.clone(),
+        );
+        r.register(
+            "trace_faults",
+            "Headers of a client's trace context that were not well-formed, and not passed on",
+            new.trace_faults.clone(),
         );
         r.register(
             "stream_breaks",

@@ -26,6 +26,7 @@ use crate::routing::{Bound, InstanceIndex, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Want};
 use crate::stream::outcome_of;
+use crate::trace_context;
 use crate::upstream::{LegBody, SendError, Written};
 
 /// The label in metrics of a path that is passed on; `None` for a path that is not.
@@ -75,10 +76,13 @@ async fn run(
         .map_err(told)?;
     refuse_params(&body).map_err(|error| told(admit::bad_request(&error)))?;
     let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
+    let mut headers = headers::for_legs(head.headers, random_hex).map_err(told)?;
+    let trace = trace_context::pass(app, &mut headers);
+    record.identify(&headers, trace);
     let sent = Sent {
         method: head.method,
         path: path.to_owned(),
-        headers: headers::for_legs(head.headers, random_hex).map_err(told)?,
+        headers,
         body,
     };
     record.enter(Phase::HandOver);

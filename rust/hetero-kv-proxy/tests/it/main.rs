@@ -30,6 +30,7 @@ mod revisions;
 mod routes;
 mod streaming;
 mod together;
+mod trace_context;
 mod workers;
 mod zmq;
 
