@@ -203,7 +203,17 @@ pub struct Pool {
     /// Age at which what an engine said of its load says nothing any more.
     load_fresh_ms: u64,
     rules: HealthRules,
+    marks: Vec<Mark>,
     candidates: Vec<Candidate>,
+}
+
+/// What a pick finds of one instance.
+#[derive(Debug, Clone, Copy)]
+struct Mark {
+    /// Its slots may be chosen.
+    open: bool,
+    /// Its load elsewhere is known.
+    told: bool,
 }
 
 impl Pool {
@@ -225,6 +235,7 @@ impl Pool {
             reads_load: policy.reads_load(),
             load_fresh_ms: 0,
             rules,
+            marks: Vec::new(),
             candidates: Vec::new(),
         };
         for spec in specs {
@@ -507,27 +518,38 @@ impl Pool {
             true => ask.shun,
             false => &[],
         };
-        self.candidates.clear();
-        let mean = match self.reads_load && self.load_fresh_ms > 0 {
+        // Once for each instance, and not for each of its slots.
+        self.marks.clear();
+        self.marks.extend(self.instances.iter().map(|known| Mark {
+            open: preferred(known) && !shun.contains(&known.index),
+            told: self.reads_load && known.elsewhere.known(now_ms, self.load_fresh_ms).is_some(),
+        }));
+        let mean = match self.reads_load {
             true => self.elsewhere_mean(now_ms),
             false => (0, 0),
         };
+        self.candidates.clear();
         for (slot, position) in self.slots.iter().zip(0..) {
-            let known = &self.instances[slot.at];
-            let in_flight = known.in_flight[slot.rank as usize];
-            let shunned = shun.contains(&known.index);
-            if preferred(known) && !shunned && in_flight < self.legs_max {
-                let elsewhere = known.elsewhere.known(now_ms, self.load_fresh_ms);
-                let elsewhere = elsewhere.and_then(|known| known.ranks.get(slot.rank as usize));
-                let (elsewhere, cache_used) = elsewhere.copied().unwrap_or(mean);
-                self.candidates.push(Candidate {
-                    slot: position,
-                    load: in_flight.saturating_add(elsewhere),
-                    cache_used,
-                    picked: known.picked[slot.rank as usize],
-                    identity: slot.identity,
-                });
+            let mark = self.marks[slot.at];
+            if !mark.open {
+                continue;
             }
+            let (known, rank) = (&self.instances[slot.at], slot.rank as usize);
+            let in_flight = known.in_flight[rank];
+            if in_flight >= self.legs_max {
+                continue;
+            }
+            let (elsewhere, cache_used) = match mark.told {
+                true => known.elsewhere.ranks[rank],
+                false => mean,
+            };
+            self.candidates.push(Candidate {
+                slot: position,
+                load: in_flight.saturating_add(elsewhere),
+                cache_used,
+                picked: known.picked[rank],
+                identity: slot.identity,
+            });
         }
         match self.candidates.is_empty() {
             true => Err(NoSlot::Full),

@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 
 use crate::engine::{Blocks, Engine};
 use crate::pairs::{counts, engines};
-use crate::{COMPLETIONS, post, proxy_with, urls};
+use crate::{COMPLETIONS, metric, post, proxy_with, urls};
 
 fn allowed() -> Settings {
     Settings {
@@ -133,6 +133,8 @@ async fn a_named_worker_that_is_dead_is_not_replaced() {
         (502, "prefill_unreachable")
     );
     assert_eq!((p[1].count(), counts(&d)), (0, vec![0]));
+    // Nor is it dialled again in vain.
+    assert_eq!(metric(&proxy, "retries_total{role=\"prefill\"}").await, 0.0);
 }
 
 #[tokio::test]
