@@ -30,6 +30,14 @@ use crate::waker::Waker;
 /// that is gone has to be told so within two seconds.
 const RECONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 
+/// Pause after the first attempt to quiesce that failed; each one after it is twice as long, up to
+/// [`QUIESCE_PAUSE_MAX`]. A device that refuses does so at once, and asked without a pause it would
+/// take a processor and fill the log.
+const QUIESCE_PAUSE_MIN: Duration = Duration::from_millis(20);
+
+/// Longest pause between attempts to quiesce.
+const QUIESCE_PAUSE_MAX: Duration = Duration::from_secs(1);
+
 /// What the reader holds of a session.
 pub(super) struct SessionHandle {
     route: Route,
@@ -149,6 +157,15 @@ struct Active {
     piece: Piece,
 }
 
+/// A connection that could not be quiesced.
+#[derive(Clone, Copy, Debug)]
+struct Unquiet {
+    /// When it is tried again.
+    again_at: Time,
+    /// From the attempt before until then.
+    pause: Duration,
+}
+
 /// What the session's thread owns. The connection is dropped before the pieces, which count as
 /// quiescent when they are dropped.
 pub(super) struct Session {
@@ -161,6 +178,8 @@ pub(super) struct Session {
     connecting_since: Option<Time>,
     /// Whether the last connection was lost, and not given up by us.
     lost: bool,
+    /// Set while the connection is given up and may still write: nothing else is done with it.
+    unquiet: Option<Unquiet>,
     handle: Arc<SessionHandle>,
     shared: Arc<Shared>,
 }
@@ -175,6 +194,7 @@ impl Session {
             next_ticket: 0,
             connecting_since: None,
             lost: false,
+            unquiet: None,
             handle,
             shared,
         }
@@ -205,6 +225,15 @@ impl Session {
                 continue;
             }
             idle_since = now();
+            if self.unquiet.is_some() {
+                // Pieces that are not posted still end when their time is over.
+                let at = now();
+                let waiting = |active: &&Active| !active.piece.job.should_stop(at);
+                let deadlines = self.pieces.iter().filter(waiting);
+                let first = deadlines.map(|active| active.piece.job.deadline()).min();
+                self.wait_for_quiet(first.map_or(QUIESCE_PAUSE_MAX, time_left));
+                continue;
+            }
             if self.connection.is_none() {
                 // It may have used up a wake, so mail and stopped jobs come first again.
                 self.connect();
@@ -246,12 +275,13 @@ impl Session {
     fn end_stopped(&mut self) {
         let at = now();
         let stopping = |active: &Active| active.piece.job.should_stop(at);
-        if self
-            .pieces
-            .iter()
-            .any(|active| stopping(active) && active.piece.posted())
+        if self.unquiet.is_none()
+            && self
+                .pieces
+                .iter()
+                .any(|active| stopping(active) && active.piece.posted())
         {
-            self.give_up_connection();
+            self.give_up_connection(None);
         }
         for _ in 0..self.pieces.len() {
             let Some(active) = self.pieces.pop_front() else {
@@ -271,19 +301,42 @@ impl Session {
     }
 
     /// Quiesces the connection and drops it; what was in flight is to be posted again. A
-    /// connection that cannot be quiesced yet stays, and its pieces stay in flight.
-    fn give_up_connection(&mut self) {
+    /// connection that cannot be quiesced yet stays, and its pieces stay in flight: nobody knows
+    /// for how long, so their jobs fail, by what broke it where something did.
+    fn give_up_connection(&mut self, broken_by: Option<&TransportError>) {
         let Some(chosen) = &mut self.connection else {
             return;
         };
         let deadline = now() + self.shared.options.quiesce_timeout;
         if let Err(error) = chosen.connection.cancel_and_quiesce(deadline) {
-            tracing::error!(
-                route = %describe(&self.handle.route),
-                %error,
-                "a connection may still write; its blocks stay held"
-            );
+            let pause = match self.unquiet {
+                Some(before) => (before.pause * 2).min(QUIESCE_PAUSE_MAX),
+                None => {
+                    // Once: it is tried until it succeeds.
+                    tracing::error!(
+                        route = %describe(&self.handle.route),
+                        %error,
+                        "a connection may still write; its blocks stay held"
+                    );
+                    QUIESCE_PAUSE_MIN
+                }
+            };
+            self.unquiet = Some(Unquiet {
+                again_at: now() + pause,
+                pause,
+            });
+            let told = broken_by.unwrap_or(&error);
+            for Active { piece, .. } in self.pieces.iter().filter(|active| active.piece.posted()) {
+                let text = format!("{}: {told}", describe(&self.handle.route));
+                piece.job.stop_at(&piece.source.route, told.kind, text);
+            }
             return;
+        }
+        if self.unquiet.take().is_some() {
+            tracing::warn!(
+                route = %describe(&self.handle.route),
+                "a connection that might have written is quiet"
+            );
         }
         self.connection = None;
         for active in &mut self.pieces {
@@ -300,6 +353,26 @@ impl Session {
         self.posted.clear();
     }
 
+    /// Quiesces the connection that may still write once its pause is over; sleeps for it until
+    /// there is mail, at most `timeout`.
+    fn wait_for_quiet(&mut self, timeout: Duration) {
+        let Some(unquiet) = self.unquiet else {
+            return;
+        };
+        let left = time_left(unquiet.again_at);
+        if left.is_zero() {
+            self.give_up_connection(None);
+        } else {
+            self.wait_for_mail(left.min(timeout));
+        }
+    }
+
+    fn wait_for_mail(&self, timeout: Duration) {
+        let mut fds = [PollFd::new(&self.handle.waker, PollFlags::IN)];
+        // An interrupted wait only makes the loop go round once more.
+        let _ = poll(&mut fds, Some(&timespec(timeout)));
+    }
+
     /// Closes the mailbox when it is empty and the session is retired or its idle time over.
     fn close_if_idle(&self, idle_over: bool) -> bool {
         let mut mailbox = self.handle.lock();
@@ -312,10 +385,12 @@ impl Session {
 
     /// Sleeps until there is mail or the peer ends.
     fn sleep(&mut self, timeout: Duration) {
+        if self.unquiet.is_some() {
+            self.wait_for_quiet(timeout);
+            return;
+        }
         let Some(chosen) = &mut self.connection else {
-            let mut fds = [PollFd::new(&self.handle.waker, PollFlags::IN)];
-            // An interrupted wait only makes the loop go round once more.
-            let _ = poll(&mut fds, Some(&timespec(timeout)));
+            self.wait_for_mail(timeout);
             return;
         };
         let mut none = Vec::new();
@@ -324,7 +399,7 @@ impl Session {
             .poll(timeout, &self.handle.waker, &mut none);
         if let Err(error) = result {
             tracing::info!(route = %describe(&self.handle.route), %error, "idle session lost");
-            self.give_up_connection();
+            self.give_up_connection(None);
         }
     }
 
@@ -527,7 +602,7 @@ impl Session {
             piece.lost_once = true;
         }
         self.lost = true;
-        self.give_up_connection();
+        self.give_up_connection(Some(error));
     }
 }
 
