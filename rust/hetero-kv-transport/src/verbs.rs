@@ -117,6 +117,15 @@ impl Transport for VerbsTransport {
             .verbs
             .as_ref()
             .ok_or_else(|| unreachable("connect", "the source does not offer verbs"))?;
+        if self.node.fault.happened() {
+            return Err(unreachable(
+                "connect",
+                &format!(
+                    "the RDMA device of this rank failed: {}; only a restart opens it anew",
+                    self.node.describe()
+                ),
+            ));
+        }
         if !Arc::ptr_eq(&memory, &self.node.memory) {
             return Err(TransportError::new(
                 ReadFailureKind::Local,

@@ -78,6 +78,12 @@ impl Fault {
     pub(super) fn happened(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
+
+    /// Tells every connection of the device; there is no way back but another start.
+    pub(super) fn happen(&self) {
+        self.failed.store(true, Ordering::Release);
+        self.waker.wake();
+    }
 }
 
 /// An opened device with this process's KV memory registered.
@@ -299,15 +305,13 @@ fn watch(context: &Context, port: u8, fault: &Fault, stop: &Waker) {
             Ok(None) => {}
             Ok(Some(event)) => {
                 if event.log(&context.name, port) {
-                    fault.failed.store(true, Ordering::Release);
-                    fault.waker.wake();
+                    fault.happen();
                 }
             }
             Err(error) => {
                 // The device is gone: its descriptor stays readable and gives errors only.
                 tracing::error!(%error, device = context.name, "RDMA device lost");
-                fault.failed.store(true, Ordering::Release);
-                fault.waker.wake();
+                fault.happen();
                 return;
             }
         }

@@ -1,6 +1,10 @@
 //! Both ends in this process, on whatever device it has.
 
+use hetero_kv_core::wire::card::TcpEndpoint;
+
 use super::*;
+use crate::reader::{JobDone, ReadJob, ReadPiece, Reader, ReaderOptions};
+use crate::transport::TransportName;
 use crate::verbs::{DeviceChoice, probe, survey};
 
 fn holder() -> Option<TrialHolder> {
@@ -55,4 +59,75 @@ fn a_trial_of_another_start_or_with_wrong_keys_fails_by_how_far_it_came() {
         matches!(&error, TrialError::Read { error, .. } if error.kind == ReadFailureKind::OutOfBounds),
         "{error}"
     );
+}
+
+/// A device that has failed as a whole comes back by no new queue pair. Where another transport is
+/// allowed, later reads go by it.
+#[test]
+fn a_rank_whose_device_failed_reads_by_tcp() {
+    let Some(holder) = holder() else { return };
+    let (memory, _) = registered(words()).expect("a region");
+    let loopback = Some(IpAddr::from([127, 0, 0, 1]));
+    let node = Node::open(VerbsOptions::default(), loopback, Arc::clone(&memory), None)
+        .expect("the device is here");
+    let endpoint = &holder.site().endpoint;
+    let source = Arc::new(Source {
+        route: route(endpoint).expect("a plan"),
+        endpoints: Endpoints {
+            verbs: Some(endpoint.clone()),
+            tcp: Some(TcpEndpoint {
+                host: endpoint.host.clone(),
+                port: endpoint.port,
+            }),
+            ..Endpoints::default()
+        },
+        regions: vec![holder.site().region],
+    });
+    let options = ReaderOptions {
+        verbs: Some(Arc::clone(&node)),
+        ..ReaderOptions::default()
+    };
+    let reader = Reader::start(memory, options);
+    let read = |id| -> JobDone {
+        let run = Run {
+            source_region: 0,
+            source_offset: 0,
+            dest_region: 0,
+            dest_offset: 0,
+            bytes: TRIAL_BYTES as u64,
+        };
+        let piece = ReadPiece {
+            source: Arc::clone(&source),
+            runs: vec![run].into(),
+        };
+        let lease = LeaseRef {
+            slot: Slot(0),
+            epoch: Epoch(1),
+        };
+        let job = ReadJob {
+            id,
+            lease,
+            deadline: now() + Duration::from_secs(30),
+            pieces: vec![piece],
+        };
+        reader.submit(job).expect("taken");
+        assert!(reader.wait(Duration::from_secs(40)));
+        reader.drain().remove(0)
+    };
+    let done = read(1);
+    done.outcome.expect("the device works");
+    assert_eq!(done.reads[0].transport, Some(TransportName::Verbs));
+    node.fault.happen();
+    // What is under way when a device fails, fails with it.
+    let _ = read(2);
+    for id in 3..8 {
+        let done = read(id);
+        done.outcome.expect("tcp works");
+        assert_eq!(done.reads[0].transport, Some(TransportName::Tcp));
+    }
+    let why = reader.stats().peers.remove(0).why;
+    assert!(why.contains("RDMA device of this rank failed"), "{why}");
+    reader
+        .shutdown(now() + Duration::from_secs(10))
+        .expect("quiet");
 }
