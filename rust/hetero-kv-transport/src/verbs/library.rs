@@ -5,7 +5,10 @@
 #![allow(unsafe_code)]
 
 use std::env;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::OnceLock;
 
 use super::error::VerbsError;
@@ -88,14 +91,14 @@ pub(super) fn load() -> Result<&'static Library, VerbsError> {
 }
 
 fn open() -> Result<Library, String> {
-    let named = env::var(OVERRIDE).ok().filter(|name| !name.is_empty());
-    let names = match named.as_deref() {
-        Some(named) => vec![named],
-        None => NAMES.to_vec(),
-    };
+    // Whatever is set decides, also what is no text: the system's own library must not stand in
+    // for a file that was meant.
+    if let Some(named) = env::var_os(OVERRIDE).filter(|named| !named.is_empty()) {
+        return open_named(&named).map_err(|reason| format!("{OVERRIDE} names it: {reason}"));
+    }
     let mut reasons = Vec::new();
-    for name in names {
-        match open_one(name) {
+    for name in NAMES {
+        match open_one(OsStr::new(name)) {
             Ok(library) => return Ok(library),
             Err(reason) => reasons.push(reason),
         }
@@ -103,8 +106,19 @@ fn open() -> Result<Library, String> {
     Err(reasons.join(", "))
 }
 
-fn open_one(name: &str) -> Result<Library, String> {
-    let file = CString::new(name).map_err(|_| format!("{OVERRIDE} holds a zero byte"))?;
+fn open_named(named: &OsStr) -> Result<Library, String> {
+    // The loader opens a pipe to read it, and waits for a writer without end. A name without a
+    // folder is looked for along its own path.
+    let path = Path::new(named);
+    if path.components().count() > 1 && fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        return Err(format!("{}: not a file", path.display()));
+    }
+    open_one(named)
+}
+
+fn open_one(name: &OsStr) -> Result<Library, String> {
+    let file =
+        CString::new(name.as_bytes()).map_err(|_| "its name holds a zero byte".to_owned())?;
     // SAFETY: the name is a C string for the length of the call. Loading runs the library's own
     // start-up code, which the operator's system or setting vouches for.
     let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };

@@ -1,7 +1,9 @@
 //! RDMA as the doctor tells it, on the stand-in for libibverbs: what is right, and each planted
 //! fault. `tools/test_rdma.py` does the same with a device of the kernel's.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -159,7 +161,10 @@ fn a_missing_broken_or_deadly_library_is_told_and_ends_nothing() {
     assert_told(
         &missing,
         "rdma library",
-        &["libibverbs cannot be loaded", "/nonexistent/libibverbs.so"],
+        &[
+            "libibverbs cannot be loaded (HETERO_KV_LIBIBVERBS names it: ",
+            "/nonexistent/libibverbs.so",
+        ],
         &["apt install libibverbs1"],
     );
     let folder = tempfile::tempdir().expect("a folder");
@@ -167,6 +172,18 @@ fn a_missing_broken_or_deadly_library_is_told_and_ends_nothing() {
     fs::write(&text, "not a library").expect("written");
     let broken = host("", &[(LIBRARY, text.to_str().expect("text"))]);
     assert_told(&broken, "rdma library", &["cannot be loaded"], &["apt"]);
+    // Not the system's library instead of a name that is no text, and no wait for a pipe's writer.
+    let odd = folder.path().join(OsStr::from_bytes(b"\xff.so"));
+    fs::write(&odd, "not a library").expect("written");
+    let pipe = folder.path().join("pipe.so");
+    let made = Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
+    assert!(made.success());
+    for (named, why) in [(odd, "file too short"), (pipe, "not a file")] {
+        let mut command = Command::new(HETERO_KV);
+        let command = command.args(words_of("--rdma require"));
+        let report = Report::of(command.env(LIBRARY, &named));
+        assert_told(&report, "rdma library", &["names it: ", why], &["apt"]);
+    }
     let source = folder.path().join("deadly.c");
     let deadly =
         "#include <stdlib.h>\n__attribute__((constructor)) static void end(void) { abort(); }\n";
