@@ -82,11 +82,12 @@ pub enum VerbsUse {
 }
 
 /// Why a worker side cannot start.
+// Each text is whole, so what it quotes is not its source too: a chain would say it twice.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The cache's regions cannot be used.
     #[error("KV cache: {0}")]
-    Memory(#[from] MemoryError),
+    Memory(MemoryError),
     /// The lease page or the process endpoint.
     #[error("lease page: {0}")]
     Page(io::Error),
@@ -98,16 +99,34 @@ pub enum WorkerError {
     Reader(String),
     /// RDMA is required and cannot be used.
     #[error("transport verbs: {0}")]
-    Verbs(#[from] VerbsError),
+    Verbs(VerbsError),
     /// MoRI-IO.
     #[error("transport mori: {0}")]
-    Mori(#[from] MoriError),
+    Mori(MoriError),
     /// The address for MoRI-IO.
     #[error(transparent)]
     MoriHost(#[from] MoriHostError),
     /// A region outside of the words that [`WorkerSide::start_on`] was given.
     #[error("KV cache: region {0} lies outside of the memory given")]
     Elsewhere(usize),
+}
+
+impl From<MemoryError> for WorkerError {
+    fn from(error: MemoryError) -> Self {
+        Self::Memory(error)
+    }
+}
+
+impl From<VerbsError> for WorkerError {
+    fn from(error: VerbsError) -> Self {
+        Self::Verbs(error)
+    }
+}
+
+impl From<MoriError> for WorkerError {
+    fn from(error: MoriError) -> Self {
+        Self::Mori(error)
+    }
 }
 
 impl WorkerSide {

@@ -288,12 +288,16 @@ fn rdma_that_cannot_be_used_stops_only_a_rank_that_requires_it() {
         side.map(|side| Rank { side, memory })
     };
     match start(VerbsUse::Required(absent.clone())) {
-        Err(WorkerError::Verbs(error)) => {
+        Err(error @ WorkerError::Verbs(_)) => {
             let text = error.to_string();
             assert!(
-                text.contains("absent_0 does not exist") || text.starts_with("no RDMA: "),
+                text.starts_with("transport verbs: verbs_device absent_0 does not exist")
+                    || text.starts_with("transport verbs: no RDMA: "),
                 "{text}"
             );
+            // Whoever prints the chain of causes says it once.
+            let said_again = std::error::Error::source(&error).map(ToString::to_string);
+            assert_eq!(said_again, None);
         }
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("a device of this name opens"),
