@@ -160,7 +160,13 @@ class Engine:
         try:
             self._engine.CreateBackend(cpp.BackendType.RDMA, backend)
         except RuntimeError as error:
-            raise MoriError(f"MoRI-IO's RDMA backend does not start: {error}") from None
+            # Behind the reason the package may advise a variable that is overruled above.
+            reason = str(error).partition(";")[0]
+            raise MoriError(
+                f"MoRI-IO's RDMA backend does not start: {reason}: bring a port of an RDMA device "
+                "up (`rdma link` lists them; MORI_RDMA_DEVICES, where it is set, has to name it), "
+                "or set another transport"
+            ) from None
         self._locked_bytes = 0
         self._memories: list[Any] = []
         self._statuses: list[Any] = []

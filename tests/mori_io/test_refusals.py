@@ -165,8 +165,9 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"HKV_VERBS_DEVICES": "0"}, "no active RDMA device"),
-        ({"HKV_VERBS_PORT": "down"}, "no active RDMA device"),
+        ({"HKV_VERBS_DEVICES": "0"}, "no active RDMA device on this host: bring a port"),
+        ({"HKV_VERBS_PORT": "down"}, "no active RDMA device on this host: bring a port"),
+        ({"MORI_RDMA_DEVICES": "nope"}, "MORI_RDMA_DEVICES, where it is set, has to name it"),
         ({"MORI_ROCM_SMI_PATH": "/nonexistent/librocm_smi64.so"}, "install rocm-smi-lib"),
         ({"LD_LIBRARY_PATH": ""}, "ROCm 7 is missing or not on the library path"),
     ],
@@ -179,6 +180,8 @@ def test_what_the_machine_lacks_is_one_line(
     assert done.returncode == 0, done.stderr
     assert len(told) == 1, done.stdout
     assert words in told[0]
+    # The package's own way out is a variable that is set for it.
+    assert "MORI_DISABLE_AUTO_XGMI" not in told[0]
 
 
 def test_a_low_limit_of_locked_memory_is_told_before_the_package_ends_the_process(
