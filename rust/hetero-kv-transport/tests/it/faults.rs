@@ -7,7 +7,7 @@ use std::time::Duration;
 use hetero_kv_core::memory::Run;
 use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
-use hetero_kv_transport::reader::{Reader, ReaderOptions, TransportChoice};
+use hetero_kv_transport::reader::{ReadJob, Reader, ReaderOptions, TransportChoice};
 use hetero_kv_transport::transport::{Source, TransportName};
 
 use super::buffer::{Buffer, check_exact, register};
@@ -21,6 +21,7 @@ each_transport! {
     a_source_that_was_never_there_is_unreachable;
     a_killed_source_that_comes_back_is_read_at_once;
     another_start_at_the_same_address_is_not_read;
+    a_stopped_source_holds_no_read_beyond_its_time;
 }
 
 const BYTES: usize = 64 << 20;
@@ -150,6 +151,60 @@ fn another_start_at_the_same_address_is_not_read(transport: TransportName) {
     let done = wait_one(&reader);
     assert_eq!(failure_kind(&done), ReadFailureKind::Incarnation);
     assert_eq!(done.reads[0].bytes, 0);
+}
+
+/// Stopped before anybody was connected, or under a read: what needs the source's help fails in
+/// time, what does not arrives, and a source that goes on is read again.
+fn a_stopped_source_holds_no_read_beyond_its_time(transport: TransportName) {
+    for connected in [false, true] {
+        let holder = Holder::start(HolderConfig::default());
+        let buffers = [Buffer::new(1 << 20, 0)];
+        let reader = reader_with(&buffers, transport, |options| {
+            options.connect_timeout = Duration::from_secs(2);
+        });
+        if connected {
+            reader
+                .submit(job(1, &holder.source, &whole(4096)))
+                .expect("taken");
+            wait_one(&reader).outcome.expect("read");
+        }
+        holder.stop();
+        let began = now();
+        let brief = ReadJob {
+            deadline: began + Duration::from_secs(3),
+            ..job(2, &holder.source, &whole(1 << 20))
+        };
+        reader.submit(brief).expect("taken");
+        let done = wait_one(&reader);
+        assert!(now().since(began) < Duration::from_secs(6));
+        let without_help = match transport {
+            TransportName::Process => true,
+            // Queue pairs are made with the source's help, and read without.
+            TransportName::Verbs => connected,
+            TransportName::Tcp | TransportName::Mori => false,
+        };
+        match done.outcome {
+            Ok(()) => {
+                assert!(without_help, "{transport} {connected}");
+                check_exact(&buffers, &whole(1 << 20), holder.config.seed, 0);
+            }
+            Err(failure) => {
+                assert!(!without_help, "{transport} {connected}: {failure}");
+                let expected = if connected {
+                    ReadFailureKind::Deadline
+                } else {
+                    ReadFailureKind::Unreachable
+                };
+                assert_eq!(failure.kind, expected, "{transport}: {failure}");
+            }
+        }
+        holder.signal(libc::SIGCONT);
+        reader
+            .submit(job(3, &holder.source, &whole(1 << 20)))
+            .expect("taken");
+        wait_one(&reader).outcome.expect("it goes on");
+        check_exact(&buffers, &whole(1 << 20), holder.config.seed, 0);
+    }
 }
 
 /// A holder that stands still for five seconds delays the reads from it and no others.

@@ -286,6 +286,25 @@ impl Holder {
         rustix::process::kill_process(pid, signal).expect("the holder is our child");
     }
 
+    /// Stops the process, and waits until each of its threads stands: the signal alone is only
+    /// asked for.
+    pub(crate) fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let stands = || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).expect("it lives");
+            tasks.flatten().all(|task| {
+                let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+                stat.rsplit_once(") ")
+                    .is_some_and(|(_, state)| state.starts_with('T'))
+            })
+        };
+        let stopped = (0..1000).any(|_| {
+            thread::sleep(Duration::from_millis(10));
+            stands()
+        });
+        assert!(stopped, "the holder does not stop");
+    }
+
     /// Ends the process and waits until it has ended.
     pub(crate) fn kill(&mut self) {
         self.child.kill().expect("the holder is our child");
