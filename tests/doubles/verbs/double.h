@@ -183,6 +183,8 @@ int fault_of_post(void);
 int fault_of_region(void);
 // Whether the region being registered is not to be written by peers, whatever was asked for.
 bool is_read_only(void);
+// Whether the device is to say, with this request, that it has failed as a whole.
+bool device_fails(void);
 // A completion status to give instead of carrying the request out, or NO_FAULT.
 int fault_of_work(enum ibv_wr_opcode opcode);
 void hold_back(uint64_t bytes);

@@ -7,6 +7,8 @@
 //   post=ERRNO[:after=N][:count=M]    ibv_post_send refuses the request (enomem, einval, eio)
 //   region=ERRNO[:after=N][:count=M]  ibv_reg_mr refuses
 //   rights=readonly[:after=N][:count=M]  ibv_reg_mr gives peers no right to write the region
+//   event=fatal[:after=N][:count=M]   the device says with the request after the Nth that it has
+//                                     failed as a whole; what it does goes by the other rules
 //   delay=MICROSECONDS                before each request
 //   rate=MEGABYTES_PER_SECOND         of all requests of a device together
 //   reorder=1                         queue pairs are served latest first
@@ -22,7 +24,7 @@
 
 enum { RULES_MAX = 16 };
 
-enum target { READ, WRITE, SEND, POST, REGION, RIGHTS };
+enum target { READ, WRITE, SEND, POST, REGION, RIGHTS, EVENT };
 
 struct rule {
   enum target target;
@@ -48,7 +50,7 @@ static struct rule rules[RULES_MAX];
 static int rule_count;
 static _Atomic bool any_rule, any_pace;
 static _Atomic uint64_t delay_us, rate_mbps, reorder_all;
-static uint64_t seen[RIGHTS + 1];
+static uint64_t seen[EVENT + 1];
 static _Atomic uint64_t posts, works, moved;
 
 uint64_t now_ns(void) {
@@ -64,8 +66,8 @@ static int value_of(const char *name) {
 }
 
 static int add_rule(char *text) {
-  static const char *const targets[] = {"read",  "write",  "send",
-                                        "post", "region", "rights"};
+  static const char *const targets[] = {"read",   "write",  "send", "post",
+                                        "region", "rights", "event"};
   char *rest = text;
   char *name = strsep(&rest, "=");
   char *value = strsep(&rest, ":");
@@ -76,7 +78,7 @@ static int add_rule(char *text) {
   if (strcmp(name, "reorder") == 0) return atomic_store(&reorder_all, number), 0;
   struct rule rule = {.value = value_of(value), .count = UINT64_MAX};
   int target = -1;
-  for (int i = 0; i <= RIGHTS; i++)
+  for (int i = 0; i <= EVENT; i++)
     if (strcmp(targets[i], name) == 0) target = i;
   if (target < 0 || rule.value == NO_FAULT || rule_count == RULES_MAX) return EINVAL;
   rule.target = (enum target)target;
@@ -137,6 +139,8 @@ int fault_of_post(void) { return fault_of(POST); }
 int fault_of_region(void) { return fault_of(REGION); }
 
 bool is_read_only(void) { return fault_of(RIGHTS) != NO_FAULT; }
+
+bool device_fails(void) { return fault_of(EVENT) != NO_FAULT; }
 
 int fault_of_work(enum ibv_wr_opcode opcode) {
   if (opcode == IBV_WR_RDMA_READ) return fault_of(READ);

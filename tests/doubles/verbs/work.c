@@ -176,6 +176,11 @@ static int deliver(struct request *request, struct publication *owner, struct pu
 }
 
 static int carry_out(struct qp *qp, struct request *request) {
+  if (device_fails()) {
+    struct ibv_async_event event = {.event_type = IBV_EVENT_DEVICE_FATAL};
+    struct device *device = (struct device *)qp->base.context;
+    if (write(device->async_write, &event, sizeof event) < 0) abort();
+  }
   int fault = fault_of_work(request->wr.opcode);
   if (fault != NO_FAULT) return fault;
   struct publication *owner;

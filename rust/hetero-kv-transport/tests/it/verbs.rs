@@ -21,6 +21,7 @@ use super::buffer::{Buffer, check_exact};
 use super::holder::{
     Holder, HolderConfig, engine, failure_kind, job, rdma_here, reader, reader_with, wait_one,
 };
+use super::hygiene::in_own_process;
 
 fn run(bytes: u64) -> [Run; 1] {
     [Run {
@@ -328,4 +329,63 @@ fn a_holder_that_answers_nonsense_fails_the_job() {
         assert!(now().since(began) < Duration::from_secs(15), "{name}");
         assert_eq!(buffers[0].copied(), [6; 4096], "{name}");
     }
+}
+
+/// The device says by itself, in the middle of a read, that it has failed as a whole: the read
+/// fails by that and its blocks come back; later reads of this rank go by tcp. Only the stand-in
+/// does so on demand.
+#[test]
+fn a_device_that_says_it_failed_ends_its_reads_and_is_left() {
+    let named = std::env::var("HETERO_KV_LIBIBVERBS").unwrap_or_default();
+    if !rdma_here() || !named.contains("double") {
+        eprintln!("skipped: no stand-in for libibverbs by HETERO_KV_LIBIBVERBS");
+        return;
+    }
+    // Some requests after the one that connects, each slow enough for the reader to sleep.
+    let faults = "event=fatal:after=8:count=1;delay=20000";
+    in_own_process(
+        "verbs::reads_while_the_device_fails",
+        &[("HKV_VERBS_FAULTS", faults)],
+    );
+}
+
+#[test]
+#[ignore = "a process that another test starts"]
+fn reads_while_the_device_fails() {
+    const BYTES: u64 = 1 << 20;
+    let holder = Holder::start(HolderConfig::default());
+    // Its process is not named: verbs comes before tcp.
+    let mut source = Source::clone(&holder.source);
+    source.endpoints.process = None;
+    let source = Arc::new(source);
+    let buffers = [Buffer::new(BYTES as usize, 6)];
+    let reader = reader_with(&buffers, TransportName::Verbs, |options| {
+        options.choice = TransportChoice::Auto;
+    });
+    let scattered: Vec<Run> = (0..BYTES / 65_536)
+        .rev()
+        .map(|at| Run {
+            source_region: 0,
+            source_offset: at * 65_536,
+            dest_region: 0,
+            dest_offset: at * 65_536,
+            bytes: 65_536,
+        })
+        .collect();
+    reader.submit(job(1, &source, &scattered)).expect("taken");
+    let done = wait_one(&reader);
+    assert_eq!(done.reads[0].transport, Some(TransportName::Verbs));
+    let failure = done.outcome.expect_err("the device failed");
+    assert_eq!(failure.kind, ReadFailureKind::Local, "{failure}");
+    assert!(failure.text.contains("the RDMA device failed"), "{failure}");
+    let at_report = buffers[0].copied();
+    thread::sleep(Duration::from_millis(300));
+    assert!(buffers[0].copied() == at_report, "written after its report");
+    for id in 2..5 {
+        reader.submit(job(id, &source, &scattered)).expect("taken");
+        let done = wait_one(&reader);
+        done.outcome.expect("tcp works");
+        assert_eq!(done.reads[0].transport, Some(TransportName::Tcp));
+    }
+    check_exact(&buffers, &scattered, holder.config.seed, 6);
 }
