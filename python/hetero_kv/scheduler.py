@@ -107,8 +107,9 @@ class SchedulerConnector:
             "layers": model_layers({rank: handshakes[rank].layer_names for rank in handshakes}),
             "kv_scales": kv_scales(_all_scales(handshakes)),
         }
+        settings = self._settings.for_core(default_host())
         options = {
-            "settings": self._settings.for_core(default_host()),
+            "settings": settings,
             "engine": self._engine.for_core(),
             "fields": {**fields, **spanning},
             "registration": self._registration,
@@ -118,7 +119,7 @@ class SchedulerConnector:
             logger.info(
                 "hetero_kv: engine %s hands KV off, control listener %s port %d",
                 self._engine.engine_id,
-                options["settings"]["host"],
+                settings["host"],
                 self._core.port,
             )
 
