@@ -61,6 +61,8 @@ fn every_fault_is_told_at_once() {
         "x user",
         "--hash-prompt-bytes",
         "2000000",
+        "--trace-sample",
+        "NaN",
         "--requests-max",
         "0",
         "--log-format",
@@ -81,6 +83,7 @@ fn every_fault_is_told_at_once() {
         "--log-format xml: must be text or json",
         "--requests-max 0: must be 1 to 1000000",
         "--hash-prompt-bytes 2000000: must be 0 to 1048576",
+        "--trace-sample NaN: must be 0 to 1",
     ];
     assert_eq!(faults, want);
 }
