@@ -127,6 +127,7 @@ lint: install-env ## fmt, clippy, ruff, mypy, stubtest; generated pages and tabl
 	$(call stage,generated pages,(for page in tools/gen_*.py; do "$(ENV_PYTHON)" "$$page" --check || exit; done))
 	$(call stage,verbs bindings,tools/gen_verbs_bindings.sh --check)
 	$(call stage,tables,"$(ENV_PYTHON)" tests/check_tables.py)
+	$(call stage,names,"$(ENV_PYTHON)" tests/check_names.py)
 
 .PHONY: deny
 deny: ## Licences, sources and banned crates of all that is linked (needs cargo-deny)
