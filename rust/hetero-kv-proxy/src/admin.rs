@@ -15,6 +15,7 @@ use crate::metrics::{InstanceLabels, SlotLabels, WaitLabels, WorkerLabels};
 use crate::openai::error::ApiError;
 use crate::routing::{Field, HealthState, InstanceView, Role, Standing};
 use crate::sync::lock;
+use crate::timeline;
 
 const JSON: &str = "application/json";
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -268,6 +269,35 @@ pub fn metrics(app: &App) -> Answer {
         Ok(text) => answer::full(StatusCode::OK, OPENMETRICS, text),
         Err(error) => answer::error(&ApiError::new(500, "internal", error.to_string())),
     }
+}
+
+/// The times of the last requests of this id, as a Chrome trace. In a path an id may be written
+/// with `%` escapes.
+pub(crate) fn trace(app: &App, id: &str) -> Answer {
+    let found = unescaped(id).map(|id| app.timelines.of(&id));
+    match found {
+        Some(found) if !found.is_empty() => {
+            json(StatusCode::OK, &timeline::chrome(&found, app.epoch_us()))
+        }
+        Some(_) | None => {
+            let message = format!(
+                "no request of this id is among the last {} that ended (--trace-requests-max)",
+                app.config.trace_requests_max
+            );
+            answer::error(&ApiError::new(404, "unknown_request", message))
+        }
+    }
+}
+
+fn unescaped(text: &str) -> Option<String> {
+    let mut parts = text.split('%');
+    let mut bytes = parts.next()?.as_bytes().to_vec();
+    for part in parts {
+        let (digits, rest) = part.split_at_checked(2)?;
+        bytes.extend(hex::decode(digits).ok()?);
+        bytes.extend(rest.as_bytes());
+    }
+    String::from_utf8(bytes).ok()
 }
 
 pub(crate) fn json(status: StatusCode, value: &impl Serialize) -> Answer {

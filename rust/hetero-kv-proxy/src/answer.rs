@@ -8,13 +8,13 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
-use tracing::field;
 
 use crate::app::App;
 use crate::headers;
 use crate::metrics::{PhaseLabels, RequestLabels, RouteLabels};
 use crate::openai::error::ApiError;
 use crate::stream::{DecodeStream, StreamBroken};
+use crate::timeline::Timeline;
 use crate::trace_context::TraceContext;
 
 /// Status that stands in metrics for a client that left before its answer began.
@@ -108,7 +108,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Admit => "admit",
             Self::Queue => "queue",
@@ -130,28 +130,27 @@ pub struct Record {
     phase: Phase,
     status: Option<u16>,
     finished: bool,
-    request_id: Option<HeaderValue>,
-    trace: Option<TraceContext>,
+    timeline: Arc<Timeline>,
 }
 
 impl Record {
     /// A request that begins now.
     pub fn new(app: Arc<App>, route: &'static str) -> Self {
+        let started = Instant::now();
         Self {
+            timeline: Arc::new(Timeline::new(route, app.us_at(started))),
             app,
             route,
-            started: Instant::now(),
+            started,
             phase: Phase::Admit,
             status: None,
             finished: false,
-            request_id: None,
-            trace: None,
         }
     }
 
     /// When the request began, by the clock of routing.
     pub(crate) fn started_us(&self) -> u64 {
-        self.app.us_at(self.started)
+        self.timeline.started_us
     }
 
     /// When the request began.
@@ -159,20 +158,26 @@ impl Record {
         self.started
     }
 
-    /// What its legs are known by, for the log.
-    pub(crate) fn identify(&mut self, headers: &HeaderMap, trace: Option<TraceContext>) {
-        self.request_id = headers.get(headers::REQUEST_ID).cloned();
-        self.trace = trace;
+    /// What its legs are known by.
+    pub(crate) fn identify(&self, headers: &HeaderMap, trace: Option<TraceContext>) {
+        let id = headers.get(headers::REQUEST_ID);
+        self.timeline.identify(id, trace);
+    }
+
+    /// Where what happens to it is noted.
+    pub(crate) fn timeline(&self) -> Arc<Timeline> {
+        Arc::clone(&self.timeline)
     }
 
     /// The request goes into another phase.
     pub fn enter(&mut self, phase: Phase) {
         self.phase = phase;
+        self.timeline.enter(phase, self.app.now_us());
     }
 
     /// The head of the answer goes out with this status; its body follows.
     pub fn answering(&mut self, status: StatusCode) {
-        self.phase = Phase::Stream;
+        self.enter(Phase::Stream);
         self.status = Some(status.as_u16());
     }
 
@@ -202,15 +207,42 @@ impl Drop for Record {
             let labels = PhaseLabels { phase };
             metrics.client_disconnects.get_or_create(&labels).inc();
         }
+        let timeline = &self.timeline;
+        timeline.end(status, self.app.now_us());
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            log(timeline, phase, self.finished);
+        }
+        let max = self.app.config.trace_requests_max;
+        self.app.timelines.keep(Arc::clone(timeline), max);
+    }
+}
+
+/// One line for one request. Nothing that a client wrote but its id is in it.
+fn log(timeline: &Timeline, phase: &'static str, complete: bool) {
+    timeline.seen(|seen| {
+        let leg = |role| seen.legs.iter().rfind(|leg| leg.role == role);
+        let (prefill, decode) = (leg("prefill"), leg("decode"));
+        let ms = |from_us: u64, to_us: u64| {
+            (from_us > 0 && to_us >= from_us).then(|| (to_us - from_us) as f64 / 1e3)
+        };
         tracing::debug!(
-            request_id = self.request_id.as_ref().and_then(|id| id.to_str().ok()),
-            trace_id = self.trace.map(|trace| field::display(trace.trace_id())),
-            route = self.route,
-            status,
+            request_id = timeline.id(),
+            trace_id = timeline.trace().map(TraceContext::trace_id),
+            route = timeline.route,
+            status = seen.status,
             phase,
-            complete = self.finished,
-            seconds = self.started.elapsed().as_secs_f64(),
+            complete,
+            prefill = prefill.map(|leg| &*leg.instance),
+            prefill_rank = prefill.map(|leg| leg.rank),
+            prefill_ms = prefill.and_then(|leg| ms(leg.sent_us, leg.ended_us)),
+            decode = decode.map(|leg| &*leg.instance),
+            decode_rank = decode.map(|leg| leg.rank),
+            decode_head_ms = decode.and_then(|leg| ms(leg.sent_us, leg.head_us)),
+            first_chunk_ms = decode.and_then(|leg| ms(timeline.started_us, leg.first_us)),
+            chunks = decode.map(|leg| leg.chunks),
+            legs = seen.legs.len(),
+            ms = ms(timeline.started_us, seen.ended_us),
             "request"
         );
-    }
+    });
 }

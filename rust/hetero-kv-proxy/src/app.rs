@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use http::{HeaderValue, header};
 use tokio::sync::watch;
@@ -24,6 +24,7 @@ use crate::routing::{
 };
 use crate::running::Requests;
 use crate::sync::lock;
+use crate::timeline::Timelines;
 use crate::trace_context::TraceIds;
 use crate::upstream::PoolLimits;
 
@@ -75,6 +76,8 @@ pub struct App {
     start: Instant,
     /// Pairs of engines that are avoided. Locked behind all others, or alone.
     pub(crate) bad_pairs: Mutex<BadPairs>,
+    /// The last requests that ended.
+    pub(crate) timelines: Timelines,
     /// Ids of traces and of legs.
     pub(crate) trace_ids: TraceIds,
     prefill: Mutex<Side>,
@@ -133,6 +136,7 @@ impl App {
             revisions: Revisions::new(config.revision_weights.clone()),
             start: Instant::now(),
             bad_pairs: Mutex::default(),
+            timelines: Timelines::default(),
             trace_ids: TraceIds::default(),
             config,
         });
@@ -288,6 +292,13 @@ impl App {
     pub(crate) fn us_at(&self, at: tokio::time::Instant) -> u64 {
         let since = at.into_std().saturating_duration_since(self.start);
         since.as_micros() as u64
+    }
+
+    /// The zero of that clock, in microseconds since 1970.
+    pub(crate) fn epoch_us(&self) -> u64 {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let now_us = now.map_or(0, |now| now.as_micros() as u64);
+        now_us.saturating_sub(self.now_us())
     }
 
     /// Microseconds since this proxy was made.

@@ -233,6 +233,9 @@ settings! {
     /// Share of requests that come without a traceparent of which the engines are told to sample a new trace; 0 makes no traces [default: 0]
     #[arg(value_name = "0..1")]
     trace_sample: f64, "HETERO_KV_PROXY_TRACE_SAMPLE";
+    /// Requests that ended last whose times GET /v1/trace/{request id} of --admin-listen tells; 0 for none [default: 256]
+    #[arg(value_name = "N")]
+    trace_requests_max: usize, "HETERO_KV_PROXY_TRACE_REQUESTS_MAX";
     /// Worker threads; 0 is one for each core [default: 0]
     #[arg(value_name = "N")]
     threads: usize, "HETERO_KV_PROXY_THREADS";

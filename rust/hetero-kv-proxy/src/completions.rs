@@ -128,6 +128,7 @@ async fn run(
         written: Written::default(),
         ticket: Ticket::default(),
         head_us: record.started_us(),
+        timeline: record.timeline(),
         trace,
     });
     let order = match (alone, connector.order()) {

@@ -134,6 +134,8 @@ pub struct Config {
     pub breaker_open: Duration,
     /// Time for running requests to end at shutdown.
     pub drain_timeout: Duration,
+    /// Requests whose times are kept.
+    pub trace_requests_max: usize,
     /// Share of new traces that are sampled; 0 for no new traces.
     pub trace_sample: f64,
     /// Worker threads; 0 is one for each core.
@@ -392,6 +394,13 @@ impl Config {
         let auto = is_auto.then_some(AutoRules {
             prompt_bytes_min: auto_prompt_bytes_min,
         });
+        let trace_requests_max = faults.range(
+            "--trace-requests-max",
+            &mut r.trace_requests_max,
+            256,
+            0,
+            100_000,
+        );
         let trace_sample = faults.range("--trace-sample", &mut r.trace_sample, 0.0, 0.0, 1.0);
         let threads = faults.range("--threads", &mut r.threads, 0, 0, 1_024);
 
@@ -443,6 +452,7 @@ impl Config {
             breaker_failures_max,
             breaker_open,
             drain_timeout,
+            trace_requests_max,
             trace_sample,
             threads,
             log_level,

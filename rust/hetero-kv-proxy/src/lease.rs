@@ -5,10 +5,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use http::StatusCode;
+use tokio::time::Instant;
 
 use crate::app::App;
 use crate::instance::Instance;
 use crate::routing::{LegFault, Picked, Role};
+use crate::timeline::{self, Timeline};
 use crate::upstream::Upstream;
 
 /// A chosen slot, in flight until dropped; the leg is then counted by how it ended. It holds its
@@ -22,11 +24,14 @@ pub struct SlotLease {
     times: LegTimes,
     /// Where its blocks come from, once it names a transfer.
     from: OnceLock<Source>,
+    /// Where its end is noted.
+    timeline: Option<Arc<Timeline>>,
     outcome: &'static str,
 }
 
 impl Drop for SlotLease {
     fn drop(&mut self) {
+        self.tell();
         let meters = &self.instance.meters;
         meters.count_leg(self.outcome);
         if self.outcome == "ok"
@@ -46,6 +51,7 @@ impl SlotLease {
                 ..LegTimes::default()
             },
             from: OnceLock::new(),
+            timeline: None,
             app,
             instance,
             picked,
@@ -66,6 +72,48 @@ impl SlotLease {
     /// The role of the leg.
     pub fn role(&self) -> Role {
         self.instance.role
+    }
+
+    /// Its end is noted in `timeline`.
+    pub(crate) fn follow(&mut self, timeline: &Arc<Timeline>) {
+        self.timeline = Some(Arc::clone(timeline));
+    }
+
+    /// Its leg has this parent id in the request's trace.
+    pub(crate) fn note_parent(&self, parent_id: u64) {
+        self.times.parent_id.store(parent_id, Ordering::Relaxed);
+    }
+
+    /// So many chunks of its answer came, from the first to the last.
+    pub(crate) fn note_chunks(&self, first: Instant, last: Instant, chunks: u64) {
+        let LegTimes {
+            first_us, last_us, ..
+        } = &self.times;
+        first_us.store(self.app.us_at(first), Ordering::Relaxed);
+        last_us.store(self.app.us_at(last), Ordering::Relaxed);
+        self.times.chunks.store(chunks, Ordering::Relaxed);
+    }
+
+    fn tell(&self) {
+        let Some(timeline) = &self.timeline else {
+            return;
+        };
+        let times = &self.times;
+        let get = |noted: &AtomicU64| noted.load(Ordering::Relaxed);
+        timeline.leg(timeline::LegTimes {
+            role: self.role().name(),
+            instance: Arc::clone(&self.instance.label),
+            rank: self.picked.rank,
+            outcome: self.outcome,
+            parent_id: get(&times.parent_id),
+            taken_us: times.taken_us,
+            sent_us: get(&times.sent_us),
+            head_us: get(&times.head_us),
+            first_us: get(&times.first_us),
+            last_us: get(&times.last_us),
+            chunks: get(&times.chunks),
+            ended_us: self.app.now_us(),
+        });
     }
 
     /// Its leg goes out now.
@@ -148,6 +196,11 @@ struct LegTimes {
     taken_us: u64,
     sent_us: AtomicU64,
     head_us: AtomicU64,
+    first_us: AtomicU64,
+    last_us: AtomicU64,
+    chunks: AtomicU64,
+    /// No time: the leg's parent id in its trace.
+    parent_id: AtomicU64,
 }
 
 /// From a time until `now_us`; `None` where it has not come.

@@ -24,6 +24,7 @@ use crate::routing::{
     AfterFailure, Alone, Bound, FailedLeg, Flow, InstanceIndex, LegFailure, LegFault, Role, Traits,
 };
 use crate::slots::{Choice, Slots, Want};
+use crate::timeline::Timeline;
 use crate::trace_context::{self, TraceContext};
 use crate::upstream::{self, EngineBody, LegBody, SendError, Written};
 
@@ -79,6 +80,8 @@ pub(crate) struct Call {
     pub(crate) ticket: Ticket,
     /// When the request's head came, by the clock of routing.
     pub(crate) head_us: u64,
+    /// Where its legs are noted.
+    pub(crate) timeline: Arc<Timeline>,
     /// Whose trace it belongs to.
     pub(crate) trace: Option<TraceContext>,
 }
@@ -145,7 +148,14 @@ impl Call {
             bound: self.bound(peer.map(|peer| &peer.worker.traits)),
         };
         let app = &self.app;
-        app.admission.slots(app, &want, &self.ticket, begun).await
+        let mut slots = app.admission.slots(app, &want, &self.ticket, begun).await?;
+        for lease in [&mut slots.prefill, &mut slots.decode]
+            .into_iter()
+            .flatten()
+        {
+            lease.follow(&self.timeline);
+        }
+        Ok(slots)
     }
 
     fn bound<'a>(&'a self, peer: Option<&'a Traits>) -> Bound<'a> {
@@ -208,7 +218,8 @@ impl Call {
             let id = HeaderValue::try_from(id).map_err(http::Error::from)?;
             extra.push((headers::REQUEST_ID, id));
         }
-        if let Some(header) = trace_context::leg(&self.app, self.trace) {
+        if let Some((parent_id, header)) = trace_context::leg(&self.app, self.trace) {
+            lease.note_parent(parent_id);
             extra.push((trace_context::TRACEPARENT, header));
         }
         let (path, headers) = (self.route.path(), &self.headers);

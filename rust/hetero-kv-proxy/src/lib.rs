@@ -45,6 +45,7 @@ pub mod slots;
 pub mod stream;
 mod sync;
 pub mod tell;
+pub mod timeline;
 mod together;
 pub mod trace_context;
 pub mod upstream;

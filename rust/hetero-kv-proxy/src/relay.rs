@@ -26,6 +26,7 @@ use crate::routing::{Bound, InstanceIndex, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::slots::{Choice, Want};
 use crate::stream::outcome_of;
+use crate::timeline::Timeline;
 use crate::trace_context;
 use crate::upstream::{LegBody, SendError, Written};
 
@@ -80,6 +81,7 @@ async fn run(
     let trace = trace_context::pass(app, &mut headers);
     record.identify(&headers, trace);
     let sent = Sent {
+        timeline: record.timeline(),
         method: head.method,
         path: path.to_owned(),
         headers,
@@ -109,6 +111,7 @@ struct Sent {
     path: String,
     headers: HeaderMap,
     body: Bytes,
+    timeline: Arc<Timeline>,
 }
 
 /// A decode slot; `None` where no instance, or not this one, takes legs.
@@ -138,7 +141,8 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
     let ticket = Ticket::default();
     let first = Choice::Any { avoid: &[] };
     let mut next = one_slot(app, &ticket, first, admission::Begun::No).await?;
-    while let Some(lease) = next {
+    while let Some(mut lease) = next {
+        lease.follow(&sent.timeline);
         let instance = lease.picked.instance;
         untried.retain(|known| *known != instance);
         let send = async |fresh| {

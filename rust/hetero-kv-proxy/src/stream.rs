@@ -86,6 +86,8 @@ pub struct DecodeStream {
     heard: Instant,
     /// Between chunks of an event stream, not yet counted.
     gaps: Gaps,
+    first: Instant,
+    chunks: u64,
     started: Instant,
     /// For an event stream: its end, to close it properly when it breaks.
     events: Option<Tail>,
@@ -145,6 +147,8 @@ impl DecodeStream {
             )),
             heard: now,
             gaps: Gaps::default(),
+            first: now,
+            chunks: 0,
             events: is_events.then(Tail::default),
             any_chunk: false,
             written,
@@ -282,8 +286,10 @@ impl DecodeStream {
         {
             meters.ttft.observe(self.heard - self.started);
         }
+        self.chunks += 1;
         if !self.any_chunk {
             self.any_chunk = true;
+            self.first = self.heard;
             self.judge(chunk);
         }
     }
@@ -328,17 +334,28 @@ impl DecodeStream {
         }
     }
 
+    /// Notes what is known of the chunks when no more will come.
+    fn close(&mut self) {
+        self.count_gaps();
+        if let Some(live) = self.live.as_ref().filter(|_| self.any_chunk) {
+            let lease = &live.decode.lease;
+            lease.note_chunks(self.first, self.heard, self.chunks);
+        }
+    }
+
     fn complete(&mut self) {
         if !self.any_chunk {
             self.judge(b"");
         }
-        self.count_gaps();
+        self.close();
         if let Some(live) = self.live.take() {
             if let Some(prefill) = live.decode.prefill {
                 together::close_later(&self.app, prefill);
             }
-            live.record.finish(live.decode.answer.head.status);
+            let status = live.decode.answer.head.status;
+            // First, so that the record knows of it.
             live.decode.lease.end(self.outcome);
+            live.record.finish(status);
         }
     }
 
@@ -346,14 +363,15 @@ impl DecodeStream {
         &mut self,
         broken: StreamBroken,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
-        self.count_gaps();
+        self.close();
         let Some(live) = self.live.take() else {
             return Poll::Ready(None);
         };
-        live.record.finish(live.decode.answer.head.status);
+        let (record, status) = (live.record, live.decode.answer.head.status);
         let owed = !self.any_chunk && live.decode.claims_blocks;
         if broken == StreamBroken::Aborted && owed {
             settle_stream(&self.app, live.decode, self.written.clone());
+            record.finish(status);
             return self.tell(broken);
         }
         let whole = self.events.as_ref().is_some_and(Tail::is_done);
@@ -363,6 +381,7 @@ impl DecodeStream {
         live.decode
             .lease
             .end(if whole { self.outcome } else { "broken" });
+        record.finish(status);
         if whole {
             // Every event was passed on; only the end of the framing is missing.
             return Poll::Ready(None);
@@ -385,7 +404,7 @@ impl DecodeStream {
 
 impl Drop for DecodeStream {
     fn drop(&mut self) {
-        self.count_gaps();
+        self.close();
         let Some(live) = self.live.take() else {
             return;
         };

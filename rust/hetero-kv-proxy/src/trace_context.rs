@@ -199,15 +199,17 @@ pub(crate) fn enter(app: &App, headers: &mut HeaderMap) -> Option<TraceContext> 
 /// As [`enter`], for a request that is sent on under one parent id.
 pub(crate) fn pass(app: &App, headers: &mut HeaderMap) -> Option<TraceContext> {
     let trace = enter(app, headers);
-    if let Some(header) = leg(app, trace) {
+    if let Some((_, header)) = leg(app, trace) {
         headers.insert(TRACEPARENT, header);
     }
     trace
 }
 
-/// The `traceparent` of one more leg.
-pub(crate) fn leg(app: &App, trace: Option<TraceContext>) -> Option<HeaderValue> {
-    trace?.header(app.trace_ids.parent_id())
+/// The parent id of one more leg, and its `traceparent`.
+pub(crate) fn leg(app: &App, trace: Option<TraceContext>) -> Option<(u64, HeaderValue)> {
+    let trace = trace?;
+    let parent_id = app.trace_ids.parent_id();
+    Some((parent_id, trace.header(parent_id)?))
 }
 
 #[cfg(test)]

@@ -131,6 +131,12 @@ async fn run(
             _ => wrong("GET, HEAD"),
         };
     }
+    if let Some(id) = path.strip_prefix("/v1/trace/") {
+        return match head.method {
+            Method::GET | Method::HEAD => Ok(admin::trace(app, id)),
+            _ => wrong("GET, HEAD"),
+        };
+    }
     let revisions = path == "/v1/revisions";
     let under = match revisions {
         true => "",

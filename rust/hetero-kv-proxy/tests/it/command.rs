@@ -139,9 +139,14 @@ impl Drop for Started {
 
 /// Starts `serve` on a free port and reads the address from its first log line.
 fn serve(p: &Engine, d: &Engine) -> (Child, SocketAddr, impl Read) {
+    serve_with(p, d, &[])
+}
+
+fn serve_with(p: &Engine, d: &Engine, flags: &[&str]) -> (Child, SocketAddr, impl Read) {
     let mut child = command()
         .args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"])
         .args(["--prefill", &p.url(), "--decode", &d.url()])
+        .args(flags)
         .stderr(Stdio::piped())
         .spawn()
         .expect("the executable starts");
@@ -209,6 +214,83 @@ async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
     let start = Instant::now();
     assert_eq!(exit_code(child).await, Some(0));
     assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+#[tokio::test]
+async fn a_request_is_one_line_at_debug_none_at_info_and_no_line_has_its_prompt_or_key() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let keys = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(keys.path(), "sk-secret-of-the-client\n").expect("keys");
+    let keys = keys.path().to_str().expect("UTF-8");
+    let logs = async |level: &str| {
+        let flags = ["--log-level", level, "--api-key-file", keys];
+        let (child, address, mut log) = serve_with(&p, &d, &flags);
+        let body = r#"{"model":"m","prompt":"my-secret-prompt","max_tokens":8}"#;
+        d.once(Script::Decode);
+        d.once(Script::Answer(500, "application/json", "{}"));
+        for (key, status) in [
+            ("secret-of-the-client", 200),
+            ("secret-of-the-client", 500),
+            ("secret-guess", 401),
+        ] {
+            let key = format!("Bearer sk-{key}");
+            let mut client = Client::connect(address).await;
+            let headers = [
+                ("authorization", key.as_str()),
+                ("x-request-id", "id-of-it"),
+                (
+                    "traceparent",
+                    "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+                ),
+            ];
+            client.post(COMPLETIONS, &headers, body.as_bytes()).await;
+            assert_eq!(client.reply().await.status, status);
+        }
+        signal(&child, Signal::TERM);
+        assert_eq!(exit_code(child).await, Some(0));
+        let mut text = String::new();
+        log.read_to_string(&mut text).expect("UTF-8");
+        text
+    };
+    let trace = logs("trace").await;
+    for secret in ["my-secret-prompt", "secret-of-the-client", "secret-guess"] {
+        assert!(!trace.contains(secret), "{secret} in {trace}");
+    }
+    let lines: Vec<serde_json::Value> = trace
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .filter(|line: &serde_json::Value| line["fields"]["message"] == "request")
+        .collect();
+    assert_eq!(lines.len(), 2, "{trace}");
+    for (line, status) in lines.iter().zip([200, 500]) {
+        assert_eq!(line["level"], "DEBUG");
+        let fields = &line["fields"];
+        for (name, want) in [
+            ("request_id", serde_json::json!("id-of-it")),
+            (
+                "trace_id",
+                serde_json::json!("4bf92f3577b34da6a3ce929d0e0e4736"),
+            ),
+            ("route", serde_json::json!(COMPLETIONS)),
+            ("status", serde_json::json!(status)),
+            ("prefill", serde_json::json!(p.url())),
+            ("decode", serde_json::json!(d.url())),
+            ("decode_rank", serde_json::json!(0)),
+            ("legs", serde_json::json!(2)),
+            ("complete", serde_json::json!(true)),
+        ] {
+            assert_eq!(fields[name], want, "{name} in {fields}");
+        }
+        for time in ["ms", "prefill_ms", "decode_head_ms"] {
+            assert!(fields[time].is_f64(), "{time} in {fields}");
+        }
+    }
+    let info = logs("info").await;
+    assert!(!info.contains("id-of-it"), "{info}");
 }
 
 #[tokio::test]

@@ -31,6 +31,7 @@ mod routes;
 mod streaming;
 mod together;
 mod trace_context;
+mod traces;
 mod workers;
 mod zmq;
 
