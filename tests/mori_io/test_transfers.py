@@ -73,6 +73,15 @@ def test_ten_thousand_tiny_runs_arrive_exactly(pair: tuple[Peer, Peer, str]) -> 
     assert reader.wrong_bytes(runs=runs, seed=SEED, sizes=SIZES, filler=FILLER) == 0
 
 
+def test_all_runs_of_a_large_model_arrive_exactly(pair: tuple[Peer, Peer, str]) -> None:
+    """80 layers of 256 blocks, none beside another on either side."""
+    _, reader, card = pair
+    runs = [[0, at * 7919 % 20_480 * 48, 0, at * 48, 40] for at in range(20_480)]
+    done = reader.read(card=card, runs=runs)
+    assert done["kind"] is None, done
+    assert reader.wrong_bytes(runs=runs, seed=SEED, sizes=SIZES, filler=FILLER) == 0
+
+
 def test_sixty_four_jobs_at_once_are_each_done_once(pair: tuple[Peer, Peer, str]) -> None:
     _, reader, card = pair
     runs = [[0, at * 1234, 0, at * 30_000, 29_999] for at in range(64)]

@@ -17,6 +17,7 @@ each_transport! {
     scattered_runs_arrive_exactly;
     a_run_larger_than_a_fetch_arrives_exactly;
     many_small_runs_arrive_exactly;
+    all_runs_of_a_large_model_arrive_exactly;
     a_job_from_several_sources_is_done_once;
     sixty_four_jobs_at_once_all_arrive;
     runs_out_of_bounds_fail_their_job_only;
@@ -100,6 +101,24 @@ fn many_small_runs_arrive_exactly(transport: TransportName) {
                 97 + at % 7,
             )
         })
+        .collect();
+    reader.submit(job(1, &holder.source, &runs)).expect("taken");
+    wait_one(&reader).outcome.expect("read");
+    check_exact(&buffers, &runs, holder.config.seed, FILLER);
+}
+
+/// 80 layers of 256 blocks, none beside another on either side.
+fn all_runs_of_a_large_model_arrive_exactly(transport: TransportName) {
+    const RUNS: u64 = 20_480;
+    const BYTES: u64 = 512;
+    let holder = Holder::start(HolderConfig {
+        region_bytes: vec![(RUNS * BYTES) as usize],
+        ..HolderConfig::default()
+    });
+    let buffers = buffers(&[(RUNS * (BYTES + 8)) as usize]);
+    let reader = reader(&buffers, transport);
+    let runs: Vec<Run> = (0..RUNS)
+        .map(|at| run((0, at * 7919 % RUNS * BYTES), (0, at * (BYTES + 8)), BYTES))
         .collect();
     reader.submit(job(1, &holder.source, &runs)).expect("taken");
     wait_one(&reader).outcome.expect("read");
