@@ -28,6 +28,14 @@ METRICS: tuple[Metric, ...] = (
         ("source_engine", "source_dp", "source_tp", "transport"),
     ),
     Metric(
+        "hetero_kv_transports_passed_over",
+        "counter",
+        "Decode: connections to a prefill rank that are of a worse transport than this one, with "
+        "`transport: auto`. `reason`: `missing` (this rank cannot use it, the other can), "
+        "`not_offered` (the other way round), `not_reached` (its probe failed).",
+        ("transport", "reason"),
+    ),
+    Metric(
         "hetero_kv_bytes_planned",
         "counter",
         "Decode: bytes that the plans of finished loads move; equals the bytes read.",

@@ -53,6 +53,7 @@ class WorkerConnector:
         self._lost: set[tuple[str, int]] = set()
         self._stats = HeteroKVStats()
         self._unquiesced = 0
+        self._passed_over: dict[tuple[str, str], int] = {}
         self._trace = Trace()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -196,7 +197,13 @@ class WorkerConnector:
     def get_kv_connector_stats(self) -> HeteroKVStats | None:
         """Changes since the last call."""
         if self._core is not None and self._engine.consumer:
-            unquiesced = json.loads(self._core.figures()).get("unquiesced", 0)
+            figures = json.loads(self._core.figures())
+            for transport, reason, count in figures.get("passed_over", ()):
+                new = count - self._passed_over.get((transport, reason), 0)
+                if new:
+                    self._passed_over[transport, reason] = count
+                    self._stats.count("hetero_kv_transports_passed_over", new, transport, reason)
+            unquiesced = figures.get("unquiesced", 0)
             # The engine's gauge is the sum over its ranks in one step, so a rank that is not at 0
             # reports in every step, whether it changed or not.
             if unquiesced or self._unquiesced:

@@ -224,3 +224,16 @@ def test_lost_sources_of_several_ranks_are_joined() -> None:
     joined = first.aggregate(second)
     assert joined.failed.keys() == {"a", "b"}
     assert joined.lost == {("a", 1), ("b", 0)}
+
+
+def test_a_better_transport_that_was_passed_over_is_counted(config_folder: Path) -> None:
+    with engines(
+        (config_folder, "kv_producer", {"settings": {"transport": "tcp"}}),
+        (config_folder, "kv_consumer", {"log_stats": True}),
+    ) as (p, d):
+        for number in range(2):
+            d.add(f"d{number}", PROMPT, prefill(p, f"p{number}"))
+            drain(p, d)
+        series = key("hetero_kv_transports_passed_over", "process", "not_offered")
+        # Per connection, of which there is one, and not per load.
+        assert sum(stats["counters"].get(series, 0) for stats in d.stats) == 1

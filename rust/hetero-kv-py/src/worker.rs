@@ -95,6 +95,11 @@ impl Worker {
             out.insert("jobs_in_flight".into(), json!(reader.jobs_in_flight));
             out.insert("unquiesced".into(), json!(reader.jobs_unquiesced));
             out.insert("sessions".into(), json!(reader.sessions));
+            let passed_over = reader.passed_over.iter();
+            let passed_over: Vec<_> = passed_over
+                .map(|((transport, why), count)| json!([transport.as_str(), why.as_str(), count]))
+                .collect();
+            out.insert("passed_over".into(), json!(passed_over));
             out.insert(
                 "reconnects".into(),
                 json!(reader.peers.iter().map(|peer| peer.reconnects).sum::<u64>()),

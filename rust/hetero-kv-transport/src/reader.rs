@@ -22,7 +22,7 @@ use hetero_kv_core::memory::Run;
 use hetero_kv_core::plan::{PlannedRead, Route};
 use hetero_kv_core::time::Time;
 
-pub use choose::TransportChoice;
+pub use choose::{PassedOver, TransportChoice};
 pub use job::{JobDone, ReadFailure, SourceRead};
 pub use stats::{PeerStats, ReaderStats};
 
@@ -30,7 +30,7 @@ use crate::clock::{now, time_left};
 use crate::error::ReadFailureKind;
 use crate::memory::LocalMemory;
 use crate::mori::MoriTransport;
-use crate::transport::Source;
+use crate::transport::{Source, TransportName};
 use crate::verbs;
 use job::{DoneQueue, Job};
 use session::{Session, SessionHandle};
@@ -180,6 +180,8 @@ struct Shared {
     memory: Arc<LocalMemory>,
     options: ReaderOptions,
     done: Arc<DoneQueue>,
+    /// See [`ReaderStats::passed_over`]; kept here since sessions end.
+    passed_over: Mutex<BTreeMap<(TransportName, PassedOver), u64>>,
     /// Session threads that have not ended.
     live: Mutex<usize>,
     ended: Condvar,
@@ -207,6 +209,7 @@ impl Reader {
                 memory,
                 options,
                 done: Arc::default(),
+                passed_over: Mutex::default(),
                 live: Mutex::new(0),
                 ended: Condvar::new(),
             }),
@@ -334,6 +337,12 @@ impl Reader {
             jobs_unquiesced: stats::report_unquiesced(&jobs, self.shared.options.quiesce_timeout),
             sessions: *self.live(),
             peers: sessions.iter().map(|session| session.stats()).collect(),
+            passed_over: self
+                .shared
+                .passed_over
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
         }
     }
 

@@ -30,6 +30,28 @@ pub enum TransportChoice {
     Mori,
 }
 
+/// Why a connection is of a transport behind a better one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PassedOver {
+    /// This rank cannot use it, where the source can.
+    Missing,
+    /// The source does not offer it.
+    NotOffered,
+    /// It did not reach the source, or its probe failed.
+    NotReached,
+}
+
+impl PassedOver {
+    /// As metrics spell it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Missing => "missing",
+            Self::NotOffered => "not_offered",
+            Self::NotReached => "not_reached",
+        }
+    }
+}
+
 /// What stands behind a name.
 enum Candidate {
     Usable(Arc<dyn Transport>),
@@ -74,6 +96,8 @@ pub(super) struct Chosen {
     pub(super) connection: Box<dyn Connection>,
     pub(super) capabilities: Capabilities,
     pub(super) why: String,
+    /// Better transports that it is not of, where the best one is asked for.
+    pub(super) passed_over: Vec<(TransportName, PassedOver)>,
 }
 
 /// Reaches a source by the first transport that does.
@@ -87,6 +111,7 @@ pub(super) fn connect(
     let choice = options.choice;
     let mut failed: Vec<TransportError> = Vec::new();
     let mut reasons = Vec::new();
+    let mut passed_over = Vec::new();
     for &name in choice.names() {
         let transport = match candidate(name, options) {
             Candidate::Usable(transport) => transport,
@@ -94,12 +119,17 @@ pub(super) fn connect(
                 // Without a device on either side there is nothing to tell.
                 if choice != TransportChoice::Auto || source.endpoints.verbs.is_some() {
                     reasons.push(format!("{name}: {why}"));
+                    passed_over.push((name, PassedOver::Missing));
                 }
                 continue;
             }
         };
         if !transport.offered(&source.endpoints) {
             reasons.push(format!("{name} is not offered"));
+            // Without a device on either side there is nothing to tell.
+            if name != TransportName::Verbs || options.verbs.is_some() {
+                passed_over.push((name, PassedOver::NotOffered));
+            }
             continue;
         }
         match transport.connect(source, Arc::clone(memory), deadline, interrupt) {
@@ -119,11 +149,13 @@ pub(super) fn connect(
                     connection,
                     capabilities: transport.capabilities(),
                     why,
+                    passed_over,
                 });
             }
             Err(error) if error.kind == ReadFailureKind::Cancelled => return Err(error),
             Err(error) => {
                 reasons.push(format!("{name}: {error}"));
+                passed_over.push((name, PassedOver::NotReached));
                 failed.push(error);
             }
         }

@@ -18,7 +18,7 @@ use hetero_kv_core::time::Time;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::Shared;
-use super::choose::{self, Chosen};
+use super::choose::{self, Chosen, TransportChoice};
 use super::stats::PeerStats;
 use super::work::Piece;
 use crate::clock::{now, time_left, timespec};
@@ -443,6 +443,16 @@ impl Session {
         let transport = chosen.connection.transport();
         self.connecting_since = None;
         let before = self.handle.connects.fetch_add(1, Ordering::Relaxed);
+        if self.shared.options.choice == TransportChoice::Auto {
+            let mut counts = self
+                .shared
+                .passed_over
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            for &better in &chosen.passed_over {
+                *counts.entry(better).or_default() += 1;
+            }
+        }
         let known = {
             let mut known = self
                 .handle

@@ -1,10 +1,12 @@
 //! What can be seen of a reader from outside.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hetero_kv_core::plan::Route;
 
+use super::choose::PassedOver;
 use super::job::Job;
 use crate::transport::TransportName;
 
@@ -19,6 +21,8 @@ pub struct ReaderStats {
     pub sessions: usize,
     /// Open sessions, by route.
     pub peers: Vec<PeerStats>,
+    /// Connections since the start that are of a worse transport than this one, by the reason.
+    pub passed_over: BTreeMap<(TransportName, PassedOver), u64>,
 }
 
 /// One open session.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use hetero_kv_core::memory::Run;
 use hetero_kv_transport::clock::now;
 use hetero_kv_transport::error::ReadFailureKind;
-use hetero_kv_transport::reader::{ReadJob, Reader, ReaderOptions, TransportChoice};
+use hetero_kv_transport::reader::{PassedOver, ReadJob, Reader, ReaderOptions, TransportChoice};
 use hetero_kv_transport::transport::{Source, TransportName};
 
 use super::buffer::{Buffer, check_exact, register};
@@ -333,15 +333,22 @@ fn the_transport_is_chosen_by_a_probe() {
         process.nonce[3] ^= 1;
     }
     silent.endpoints.process = None;
-    for (source, transport, why) in [
+    let (tcp, not_reached) = (TransportName::Tcp, Some(PassedOver::NotReached));
+    for (source, transport, why, passed_over) in [
         (
             Source::clone(&holder.source),
             TransportName::Process,
             "probe passed",
+            None,
         ),
-        (elsewhere, TransportName::Tcp, "another pid namespace"),
-        (forbidden, TransportName::Tcp, "does not hold the nonce"),
-        (silent, TransportName::Tcp, "process is not offered"),
+        (elsewhere, tcp, "another pid namespace", not_reached),
+        (forbidden, tcp, "does not hold the nonce", not_reached),
+        (
+            silent,
+            tcp,
+            "process is not offered",
+            Some(PassedOver::NotOffered),
+        ),
     ] {
         let options = ReaderOptions {
             choice: TransportChoice::Auto,
@@ -354,7 +361,10 @@ fn the_transport_is_chosen_by_a_probe() {
         let done = wait_one(&reader);
         done.outcome.expect("read");
         assert_eq!(done.reads[0].transport, Some(transport));
-        let peer = reader.stats().peers.remove(0);
+        let mut stats = reader.stats();
+        let peer = stats.peers.remove(0);
         assert!(peer.why.contains(why), "{}", peer.why);
+        let counted = passed_over.map(|why| ((TransportName::Process, why), 1));
+        assert_eq!(stats.passed_over, counted.into_iter().collect());
     }
 }

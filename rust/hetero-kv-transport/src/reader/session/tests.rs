@@ -45,6 +45,7 @@ fn session() -> (Session, Arc<SessionHandle>) {
         memory: Arc::new(memory),
         options: ReaderOptions::default(),
         done: Arc::default(),
+        passed_over: Mutex::default(),
         live: Mutex::new(1),
         ended: std::sync::Condvar::new(),
     });
@@ -140,6 +141,7 @@ impl Stubborn {
                 in_flight_max: 1,
             },
             why: String::new(),
+            passed_over: Vec::new(),
         }
     }
 
