@@ -45,7 +45,7 @@ struct Count {
 /// 200 when enough engines of each role answered `/health` recently: one of each that the connector
 /// needs, or as many as `?prefill=N&decode=M` asks for. Otherwise 503 with the reason.
 pub fn ready(app: &App, query: Option<&str>) -> Answer {
-    let mut required = match app.config.connector.order() {
+    let mut required = match app.config().connector.order() {
         Order::DecodeAlone => [0, 1],
         Order::PrefillFirst | Order::Together => [1, 1],
     };
@@ -260,7 +260,7 @@ pub fn metrics(app: &App) -> Answer {
         let length = i64::try_from(length).unwrap_or(i64::MAX);
         app.metrics.queue_length.get_or_create(&labels).set(length);
     }
-    let running = app.admission.running(app.config.requests_max);
+    let running = app.admission.running();
     let running = i64::try_from(running).unwrap_or(i64::MAX);
     app.metrics.requests_running.set(running);
     let text = app.metrics.encode();
@@ -282,7 +282,7 @@ pub(crate) fn trace(app: &App, id: &str) -> Answer {
         Some(_) | None => {
             let message = format!(
                 "no request of this id is among the last {} that ended (--trace-requests-max)",
-                app.config.trace_requests_max
+                app.config().trace_requests_max
             );
             answer::error(&ApiError::new(404, "unknown_request", message))
         }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::app::App;
@@ -18,6 +18,7 @@ use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
 use crate::pairs;
 use crate::routing::{Line, NoSlot, Role};
+use crate::seats::{Seat, Seats};
 use crate::slots::{Slots, Want};
 use crate::sync::lock;
 
@@ -28,15 +29,13 @@ const LOOK: Duration = Duration::from_millis(250);
 /// The limits of one proxy, and the queue in front of them.
 #[derive(Debug)]
 pub struct Admission {
-    /// One permit for each request that may run.
-    running: Arc<Semaphore>,
+    /// One for each request that may run.
+    running: Arc<Seats>,
     /// Requests that wait for one.
     outside: AtomicUsize,
     /// Requests that wait for slots; as long as the line, to be read without its lock.
     inside: AtomicUsize,
     line: Mutex<Waiting>,
-    queue_max: usize,
-    queue_timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -71,21 +70,25 @@ impl Admission {
     /// The limits of `config`, with nobody waiting.
     pub fn new(config: &Config) -> Self {
         Self {
-            running: Arc::new(Semaphore::new(config.requests_max)),
+            running: Arc::new(Seats::new(config.requests_max)),
             outside: AtomicUsize::new(0),
             inside: AtomicUsize::new(0),
             line: Mutex::new(Waiting {
                 line: Line::new(config.queue_max),
                 bells: HashMap::new(),
             }),
-            queue_max: config.queue_max,
-            queue_timeout: config.queue_timeout,
         }
     }
 
-    /// How many run, of at most `requests_max`.
-    pub fn running(&self, requests_max: usize) -> usize {
-        requests_max.saturating_sub(self.running.available_permits())
+    /// How many run.
+    pub fn running(&self) -> usize {
+        self.running.taken_count()
+    }
+
+    /// Has these limits from here on. Who runs, runs on, and who waits, waits.
+    pub fn set_limits(&self, config: &Config) {
+        self.running.set(config.requests_max);
+        lock(&self.line).line.set_max(config.queue_max);
     }
 
     /// How many wait to run, and how many run and wait for slots.
@@ -98,29 +101,29 @@ impl Admission {
     ///
     /// # Errors
     /// 429 when the queue is full, 503 when it took too long or the proxy ends.
-    pub async fn enter(&self, app: &App) -> Result<OwnedSemaphorePermit, ApiError> {
-        if let Ok(permit) = Arc::clone(&self.running).try_acquire_owned() {
-            return Ok(permit);
+    pub(crate) async fn enter(&self, app: &App) -> Result<Seat, ApiError> {
+        if let Some(seat) = self.running.try_take() {
+            return Ok(seat);
         }
+        let config = app.config();
         let counted = Counted::new(&self.outside);
         if self.outside.load(Ordering::Relaxed) + self.inside.load(Ordering::Relaxed)
-            > self.queue_max
+            > config.queue_max
         {
             return Err(reject(&app.metrics, Reject::Full));
         }
         let begun = Instant::now();
         let mut stop = app.stop.subscribe();
-        let permit = tokio::select! {
-            // tokio's semaphore is fair: first come, first served.
-            permit = Arc::clone(&self.running).acquire_owned() => permit.ok(),
-            () = sleep_until(begun + self.queue_timeout) => None,
+        let seat = tokio::select! {
+            seat = self.running.take() => seat,
+            () = sleep_until(begun + config.queue_timeout) => None,
             () = stopped(&mut stop) => return Err(reject(&app.metrics, Reject::Drain)),
         };
         drop(counted);
-        match permit {
-            Some(permit) => {
+        match seat {
+            Some(seat) => {
                 served(&app.metrics, begun);
-                Ok(permit)
+                Ok(seat)
             }
             None => Err(reject(&app.metrics, Reject::Timeout)),
         }
@@ -171,7 +174,7 @@ impl Admission {
         };
         let since = Instant::now();
         let mut stop = app.stop.subscribe();
-        let over = sleep_until(since + self.queue_timeout);
+        let over = sleep_until(since + app.config().queue_timeout);
         tokio::pin!(over);
         loop {
             // Room may have come between the look above and the place in the line.

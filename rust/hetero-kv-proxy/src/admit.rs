@@ -4,7 +4,6 @@ use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::app::App;
@@ -13,6 +12,7 @@ use crate::completions::deadline_exceeded;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::{Request, RequestError};
+use crate::seats::Seat;
 
 /// A body of at least so many bytes may be a slice of what was read with it.
 const SHARED_BYTES_MIN: usize = 8 << 10;
@@ -25,7 +25,7 @@ pub(crate) async fn enter(
     incoming: Incoming,
     watch: &HeadWatch,
     deadline: Instant,
-) -> Result<(OwnedSemaphorePermit, Bytes), ApiError> {
+) -> Result<(Seat, Bytes), ApiError> {
     let read = async {
         let whole = body(app, headers, incoming, deadline).await?;
         watch.arm();
@@ -45,7 +45,7 @@ pub(crate) async fn body(
     body: Incoming,
     deadline: Instant,
 ) -> Result<Bytes, ApiError> {
-    let max = app.config.body_bytes_max;
+    let max = app.config().body_bytes_max;
     body_within(app, headers, body, max, deadline).await
 }
 
@@ -82,7 +82,7 @@ pub(crate) async fn body_within(
     loop {
         let frame = timeout_at(
             deadline,
-            timeout(app.config.body_read_timeout, body.frame()),
+            timeout(app.config().body_read_timeout, body.frame()),
         )
         .await;
         let Ok(Ok(frame)) = frame else {

@@ -212,7 +212,7 @@ impl Drop for Record {
         if tracing::enabled!(tracing::Level::DEBUG) {
             log(timeline, phase, self.finished);
         }
-        let max = self.app.config.trace_requests_max;
+        let max = self.app.config().trace_requests_max;
         self.app.timelines.keep(Arc::clone(timeline), max);
     }
 }

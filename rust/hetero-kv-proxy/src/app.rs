@@ -20,7 +20,7 @@ use crate::probe;
 use crate::revisions::Revisions;
 use crate::routing::{
     BadPairs, BreakerRules, HealthRules, HealthState, InstanceIndex, InstanceView, Kinds, LegFault,
-    Pool, Role, SlotId, Standing, Traits,
+    Pool, PoolSettings, Role, SlotId, Standing, Traits,
 };
 use crate::running::Requests;
 use crate::sync::lock;
@@ -51,8 +51,10 @@ impl Side {
 /// One running proxy.
 #[derive(Debug)]
 pub struct App {
-    /// As resolved.
-    pub config: Config,
+    /// As resolved, with what was changed since.
+    config: Mutex<Arc<Config>>,
+    /// Told when it has changed.
+    pub(crate) reloaded: watch::Sender<()>,
     /// Every metric.
     pub metrics: Metrics,
     /// Who may run, and who waits.
@@ -90,30 +92,12 @@ impl App {
     /// # Errors
     /// A URL that cannot be a `Host` header.
     pub fn new(config: Config) -> Result<Arc<Self>, http::Error> {
-        let interval_ms = config.health_interval.as_millis() as u64;
-        let timeout_ms = config.health_timeout.as_millis() as u64;
-        let rules = HealthRules {
-            failures_max: config.health_failures_max,
-            // An engine that answers each probe just in time stays ready.
-            fresh_ms: 2 * interval_ms + timeout_ms,
-            breaker: BreakerRules {
-                failures_max: config.breaker_failures_max,
-                open_ms: config.breaker_open.as_millis() as u64,
-            },
-        };
         let side = |role: Role| {
-            let (policy, legs_max) = match role {
-                Role::Prefill => (config.prefill_policy, config.prefill_requests_max),
-                Role::Decode => (config.decode_policy, config.decode_requests_max),
-            };
-            let mut pool = Pool::new(role, Vec::new(), policy, rules);
-            if config.auto.is_some() {
-                pool = pool.with_outlook();
-            }
+            let settings = pool_settings(&config, role);
+            let mut pool = Pool::new(role, Vec::new(), settings.policy, settings.health);
+            pool.set(settings);
             Mutex::new(Side {
-                pool: pool
-                    .with_legs_max(legs_max.unwrap_or(u32::MAX))
-                    .with_load_fresh_ms(3 * config.scrape_interval.as_millis() as u64),
+                pool,
                 instances: Snapshot::default(),
             })
         };
@@ -138,11 +122,13 @@ impl App {
             bad_pairs: Mutex::default(),
             timelines: Timelines::default(),
             trace_ids: TraceIds::default(),
-            config,
+            reloaded: watch::Sender::new(()),
+            config: Mutex::new(Arc::new(config)),
         });
+        let config = app.config();
         for (role, workers) in [
-            (Role::Prefill, &app.config.prefill),
-            (Role::Decode, &app.config.decode),
+            (Role::Prefill, &config.prefill),
+            (Role::Decode, &config.decode),
         ] {
             for worker in workers {
                 let registration = Registration {
@@ -156,6 +142,24 @@ impl App {
         Ok(app)
     }
 
+    /// The settings as they are. Who holds them sees no change.
+    pub fn config(&self) -> Arc<Config> {
+        Arc::clone(&lock(&self.config))
+    }
+
+    /// Runs with `next` from here on. What a proxy keeps for its life is the same in both, and the
+    /// workers, the keys and the shares of revisions are the caller's to change.
+    pub(crate) fn set_config(&self, next: Config) {
+        for role in ROLES {
+            let settings = pool_settings(&next, role);
+            self.with_pool(role, |pool| pool.set(settings));
+        }
+        self.admission.set_limits(&next);
+        *lock(&self.config) = Arc::new(next);
+        self.reloaded.send_replace(());
+        self.admission.ring();
+    }
+
     /// An instance that is not taken in yet.
     ///
     /// # Errors
@@ -166,7 +170,7 @@ impl App {
         worker: Worker,
         registration: Registration,
     ) -> Result<Instance, http::Error> {
-        let config = &self.config;
+        let config = self.config();
         let limits = PoolLimits {
             connect_timeout: config.connect_timeout,
             idle_max: config.pool_idle_max,
@@ -336,7 +340,8 @@ impl App {
 
     /// Whether a slot of some role may be without room.
     pub(crate) fn has_limits(&self) -> bool {
-        self.config.prefill_requests_max.is_some() || self.config.decode_requests_max.is_some()
+        let config = self.config();
+        config.prefill_requests_max.is_some() || config.decode_requests_max.is_some()
     }
 
     /// The answer to a request that lacks a key or a signature, counted.
@@ -464,6 +469,31 @@ impl App {
         let now_ms = self.now_ms();
         let side = lock(self.side(role));
         (Arc::clone(&side.instances), side.pool.view(now_ms))
+    }
+}
+
+/// What the settings say of the pool of a role.
+fn pool_settings(config: &Config, role: Role) -> PoolSettings {
+    let interval_ms = config.health_interval.as_millis() as u64;
+    let timeout_ms = config.health_timeout.as_millis() as u64;
+    let (policy, legs_max) = match role {
+        Role::Prefill => (config.prefill_policy, config.prefill_requests_max),
+        Role::Decode => (config.decode_policy, config.decode_requests_max),
+    };
+    PoolSettings {
+        policy,
+        outlook: config.auto.is_some(),
+        legs_max: legs_max.unwrap_or(u32::MAX),
+        load_fresh_ms: 3 * config.scrape_interval.as_millis() as u64,
+        health: HealthRules {
+            failures_max: config.health_failures_max,
+            // An engine that answers each probe just in time stays ready.
+            fresh_ms: 2 * interval_ms + timeout_ms,
+            breaker: BreakerRules {
+                failures_max: config.breaker_failures_max,
+                open_ms: config.breaker_open.as_millis() as u64,
+            },
+        },
     }
 }
 

@@ -56,7 +56,7 @@ pub enum Command {
 /// The settings and where the file with more of them is.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Invocation {
-    /// TOML file with any of the settings below; names as the flags, with `_` for `-`
+    /// TOML file with any of the settings below; names as the flags, with `_` for `-`; read again on SIGHUP (docs/proxy.md)
     #[arg(long, env = "HETERO_KV_PROXY_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// The settings given by flag or environment.

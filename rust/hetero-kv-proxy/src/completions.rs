@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue, Request as HttpRequest, header};
 use hyper::body::Incoming;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
@@ -32,6 +31,7 @@ use crate::random::random_hex;
 use crate::routing::policy::{KeyParts, RequestKey};
 use crate::routing::{AfterPrefill, Flow, FlowRules, LegFault, Role};
 use crate::running::{Running, aborted};
+use crate::seats::Seat;
 use crate::slots::{Choice, Slots};
 use crate::stream::{DecodeStream, outcome_of};
 use crate::together;
@@ -62,7 +62,7 @@ pub async fn serve(
 /// A decode answer that has a head, with what lives as long as its body.
 pub(crate) struct Begun {
     pub(crate) decode: DecodeHead,
-    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) seat: Seat,
     pub(crate) running: Running,
     pub(crate) request_id: Option<HeaderValue>,
     pub(crate) written: Written,
@@ -102,16 +102,16 @@ async fn run(
     watch: &HeadWatch,
     record: &mut Record,
 ) -> Result<Begun, Failure> {
-    let deadline = record.started() + app.config.request_timeout;
+    let deadline = record.started() + app.config().request_timeout;
     let (head, body) = request.into_parts();
-    let (permit, body) = admit::enter(app, &head.headers, body, watch, deadline).await?;
+    let (seat, body) = admit::enter(app, &head.headers, body, watch, deadline).await?;
     let request = admit::parse(body, route)?;
     if request.is_batch() {
         app.metrics.batch_prompts.inc();
     }
     let endpoint = request.prefill_endpoint();
     let endpoint = endpoint.map(|url| app.prefill_endpoint(url)).transpose()?;
-    let connector = app.config.connector;
+    let connector = app.config().connector;
     let alone = request.runs_alone(connector.shares_transfer());
     let mut headers = headers::for_legs(head.headers, random_hex)?;
     let trace = trace_context::enter(app, &mut headers);
@@ -153,7 +153,7 @@ async fn run(
     };
     Ok(Begun {
         decode,
-        permit,
+        seat,
         running,
         request_id: call.request_id().cloned(),
         written: call.written.clone(),
@@ -163,7 +163,7 @@ async fn run(
 
 /// What the policies go by, where one of them reads it.
 fn request_key(app: &App, request: &Request, headers: &HeaderMap) -> RequestKey {
-    let config = &app.config;
+    let config = app.config();
     if !config.prefill_policy.reads_key() && !config.decode_policy.reads_key() {
         return RequestKey::default();
     }
@@ -186,7 +186,9 @@ async fn legs(
     record: &mut Record,
 ) -> Result<DecodeHead, Failure> {
     match legs_in_order(call, order, deadline, record).await {
-        Err(Failure::NoPrefill(_)) if call.app.config.on_no_prefill == OnNoPrefill::DecodeOnly => {
+        Err(Failure::NoPrefill(_))
+            if call.app.config().on_no_prefill == OnNoPrefill::DecodeOnly =>
+        {
             call.app.count_fallback("no_prefill");
             legs_in_order(call, Order::DecodeAlone, deadline, record).await
         }
@@ -201,10 +203,11 @@ async fn legs_in_order(
     record: &mut Record,
 ) -> Result<DecodeHead, Failure> {
     let app = &call.app;
+    let config = app.config();
     let flow = Flow::new(FlowRules {
-        require_kv: app.config.require_kv,
-        retries_max: app.config.retries_max,
-        refuses_second_read: app.config.connector.refuses_second_read(),
+        require_kv: config.require_kv,
+        retries_max: config.retries_max,
+        refuses_second_read: config.connector.refuses_second_read(),
     });
     let late = |_| Failure::from(deadline_exceeded());
     record.enter(Phase::Queue);
@@ -251,7 +254,7 @@ async fn legs_in_order(
 
 /// Takes the slots that the first legs need.
 async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
-    let config = &call.app.config;
+    let config = call.app.config();
     let any = Some(Choice::Any { avoid: &[] });
     // Where decode may be without room its slot is taken first: blocks never wait for it.
     let pair = config.connector.needs_pair() || config.decode_requests_max.is_some();
@@ -354,7 +357,7 @@ async fn prefill_tries(
     refusal: &mut Refusal,
 ) -> Result<Prefilled, Failure> {
     let app = &call.app;
-    let connector = app.config.connector;
+    let connector = app.config().connector;
     let Slots {
         prefill: mut taken,
         decode,
@@ -410,7 +413,7 @@ async fn prefill_tries(
 /// Reads the prefill answer and sends the decode leg until there is a response head.
 async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, Failure> {
     let app = &call.app;
-    let connector = app.config.connector;
+    let connector = app.config().connector;
     let Prefilled {
         answer: prefill,
         lease: prefill_lease,

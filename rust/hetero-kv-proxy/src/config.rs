@@ -13,6 +13,7 @@ use crate::routing::{AutoRules, Role, Weights};
 
 mod access;
 mod address;
+mod next;
 mod place;
 
 pub use address::{BaseUrl, Worker, host_port};

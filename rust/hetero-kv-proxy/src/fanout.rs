@@ -130,7 +130,7 @@ async fn tell(
     request: Request<Incoming>,
     watch: &HeadWatch,
 ) -> Result<Answer, ApiError> {
-    let deadline = Instant::now() + app.config.request_timeout;
+    let deadline = Instant::now() + app.config().request_timeout;
     let (head, body) = request.into_parts();
     let body = admit::body(app, &head.headers, body, deadline).await?;
     watch.arm();
@@ -200,7 +200,11 @@ pub async fn models(app: &Arc<App>, request: Request<Incoming>) -> Answer {
         body: Bytes::new(),
     };
     // An engine that hangs must not hide the models of the others.
-    let deadline = Instant::now() + app.config.health_timeout.min(app.config.request_timeout);
+    let deadline = Instant::now()
+        + app
+            .config()
+            .health_timeout
+            .min(app.config().request_timeout);
     let outcomes = ask(app, &[Role::Decode], &sent, deadline).await;
     let (mut good, other): (Vec<Got>, Vec<Got>) = outcomes
         .into_iter()

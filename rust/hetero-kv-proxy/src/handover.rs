@@ -147,7 +147,7 @@ pub fn settle_stream(app: &Arc<App>, mut decode: DecodeHead, written: Written) {
 /// Runs `leg` until it ends, or the grace after its writing has passed; then drops it, which closes
 /// its connection.
 fn settle(app: &Arc<App>, leg: impl Future<Output = ()> + Send + 'static, written: Written) {
-    let grace = app.config.handover_grace;
+    let grace = app.config().handover_grace;
     app.metrics.settles.inc();
     let task = async move {
         tokio::select! {

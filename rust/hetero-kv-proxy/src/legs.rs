@@ -170,7 +170,7 @@ impl Call {
     /// Why decode serves the request alone, where policy `auto` decides. Who names the prefill
     /// worker has decided.
     pub(crate) fn auto_alone(&self) -> Option<Alone> {
-        let rules = self.app.config.auto.filter(|_| self.endpoint.is_none())?;
+        let rules = self.app.config().auto.filter(|_| self.endpoint.is_none())?;
         let want = Want {
             prefill: None,
             decode: None,
@@ -266,10 +266,10 @@ impl Call {
 
     /// The engine id at the prefill slot, for a connector that needs it.
     pub(crate) async fn engine_id(&self, lease: &SlotLease) -> Result<Option<Arc<str>>, SendError> {
-        if !self.app.config.connector.needs_engine_id() {
+        if !self.app.config().connector.needs_engine_id() {
             return Ok(None);
         }
-        bootstrap::engine_id(&self.app.config, lease)
+        bootstrap::engine_id(&self.app.config(), lease)
             .await
             .map(Some)
     }
@@ -442,7 +442,7 @@ fn is_engine_failure(status: u16) -> bool {
 
 /// A prefill answer read whole; `None` when it broke off or is too large.
 pub(crate) async fn read_answer(app: &App, body: EngineBody) -> Option<Bytes> {
-    let max = usize::try_from(app.config.prefill_answer_bytes_max).ok()?;
+    let max = usize::try_from(app.config().prefill_answer_bytes_max).ok()?;
     let whole = http_body_util::Limited::new(body, max).collect().await;
     Some(whole.ok()?.to_bytes())
 }

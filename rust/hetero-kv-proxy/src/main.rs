@@ -6,7 +6,10 @@ use std::process::ExitCode;
 use clap::Parser;
 use hetero_kv_proxy::cli::{Cli, Command, Invocation};
 use hetero_kv_proxy::config::{Config, LogFormat};
+use hetero_kv_proxy::reload::SetLogLevel;
 use hetero_kv_proxy::run;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// Requests are many small allocations that are freed soon; what a burst took goes back to the
 /// system.
@@ -100,7 +103,7 @@ fn check(config: Config) -> anyhow::Result<()> {
 }
 
 fn serve(config: Config) -> anyhow::Result<()> {
-    start_log(&config);
+    let set_log_level = start_log(&config);
     // One descriptor for the client and one for the engine, and some to spare.
     let needed = 2 * config.connections_max.min(config.requests_max) as u64 + 64;
     if let Some(open_files) = run::raise_open_files()
@@ -113,20 +116,27 @@ fn serve(config: Config) -> anyhow::Result<()> {
         );
     }
     let runtime = runtime(config.threads)?;
-    let served = runtime.block_on(run::serve(config));
+    let served = runtime.block_on(run::serve(config, set_log_level));
     // What is left after the drain is not waited for.
     runtime.shutdown_background();
     served
 }
 
-fn start_log(config: &Config) {
+/// Starts the log, and returns what changes its filter.
+fn start_log(config: &Config) -> SetLogLevel {
     let filter = tracing_subscriber::EnvFilter::new(&config.log_level);
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let (filter, handle) = tracing_subscriber::reload::Layer::new(filter);
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_target(false);
+    let log = tracing_subscriber::registry().with(filter);
     match config.log_format {
-        LogFormat::Text => log.with_ansi(false).init(),
-        LogFormat::Json => log.json().init(),
+        LogFormat::Text => log.with(lines.with_ansi(false)).init(),
+        LogFormat::Json => log.with(lines.json()).init(),
     }
+    Box::new(move |level| {
+        let filter: tracing_subscriber::EnvFilter =
+            level.parse().map_err(|error| format!("{error}"))?;
+        handle.reload(filter).map_err(|error| error.to_string())
+    })
 }

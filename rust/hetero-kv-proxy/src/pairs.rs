@@ -17,7 +17,7 @@ impl App {
             param: Some("prefill_endpoint".to_owned()),
             ..ApiError::new(status, code, message)
         };
-        if !self.config.allow_prefill_endpoint {
+        if !self.config().allow_prefill_endpoint {
             return Err(fault(
                 400,
                 "prefill_endpoint_not_allowed",

@@ -1,10 +1,11 @@
 //! `GET /health` to each engine, over the same connections as traffic.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::{HeaderMap, Method};
 use http_body_util::{BodyExt, Limited};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
 
 use crate::app::App;
 use crate::instance::Instance;
@@ -32,18 +33,36 @@ pub fn start(app: &Arc<App>, instance: &Arc<Instance>) {
 
 async fn watch_one(app: Arc<App>, instance: Arc<Instance>) {
     let upstream = &instance.upstream;
-    let mut ticks = interval(app.config.health_interval);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut reloaded = app.reloaded.subscribe();
+    let mut every = app.config().health_interval;
+    let mut ticks = ticks_of(every);
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            _ = ticks.tick() => {}
+            // The sender lives as long as the app.
+            _ = reloaded.changed() => {
+                let next = app.config().health_interval;
+                if next != every {
+                    every = next;
+                    ticks = ticks_of(every);
+                }
+                continue;
+            }
+        }
         upstream.close_stale();
         // A kept connection that the engine just closed is no sign of ill health.
         let probe = async { is_well(upstream, false).await || is_well(upstream, true).await };
-        match timeout(app.config.health_timeout, probe).await {
+        match timeout(app.config().health_timeout, probe).await {
             Ok(true) => app.note_probed(&instance),
             Ok(false) | Err(_) => app.note_probe_failed(&instance),
         }
     }
+}
+
+fn ticks_of(every: Duration) -> Interval {
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
 async fn is_well(upstream: &Arc<Upstream>, fresh: bool) -> bool {

@@ -70,9 +70,9 @@ async fn run(
     record: &mut Record,
 ) -> Result<Begun, Box<Answer>> {
     let told = |error: ApiError| Box::new(answer::error(&error));
-    let deadline = record.started() + app.config.request_timeout;
+    let deadline = record.started() + app.config().request_timeout;
     let (head, body) = request.into_parts();
-    let (permit, body) = admit::enter(app, &head.headers, body, watch, deadline)
+    let (seat, body) = admit::enter(app, &head.headers, body, watch, deadline)
         .await
         .map_err(told)?;
     refuse_params(&body).map_err(|error| told(admit::bad_request(&error)))?;
@@ -99,7 +99,7 @@ async fn run(
         request_id: sent.headers.get(headers::REQUEST_ID).cloned(),
         written: Written::default(),
         decode,
-        permit,
+        seat,
         deadline,
         running,
     })

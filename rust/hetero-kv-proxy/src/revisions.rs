@@ -51,7 +51,8 @@ impl App {
     /// revision.
     pub(crate) fn drawing(&self, headers: &HeaderMap) -> Option<Drawing> {
         let weights = self.revisions.weights()?;
-        let name = self.config.hash_header.as_ref();
+        let config = self.config();
+        let name = config.hash_header.as_ref();
         let session = name.and_then(|name| headers.get(name));
         let number = match session.map(HeaderValue::as_bytes) {
             Some(session) => draw_of_session(session),

@@ -9,15 +9,17 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::app::App;
 use crate::config::{Config, host_port};
+use crate::reload::SetLogLevel;
 use crate::routing::Role;
 use crate::server::Door;
 use crate::{probe, reload, server, workers};
 
-/// Serves until SIGTERM or SIGINT, then drains.
+/// Serves until SIGTERM or SIGINT, then drains. SIGHUP reads the files again, for which
+/// `set_log_level` changes what is logged.
 ///
 /// # Errors
 /// The address cannot be bound, or signals cannot be caught.
-pub async fn serve(config: Config) -> anyhow::Result<()> {
+pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("catching SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("catching SIGINT")?;
     let mut stop_signal = async move || {
@@ -46,16 +48,16 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let drain = config.drain_timeout;
     let proxy = Proxy::start_all(config, listener, admin, zmq)?;
 
     let mut hangup = signal(SignalKind::hangup()).context("catching SIGHUP")?;
     let name = loop {
         tokio::select! {
             name = stop_signal() => break name,
-            _ = hangup.recv() => reload::run(&proxy.app).await,
+            _ = hangup.recv() => reload::run(&proxy.app, Some(&set_log_level)).await,
         }
     };
+    let drain = proxy.app.config().drain_timeout;
     tracing::info!(signal = name, drain_s = drain.as_secs(), "draining");
     tokio::select! {
         complete = proxy.drain(drain) => {
@@ -103,6 +105,7 @@ impl Proxy {
         zmq: Option<TcpListener>,
     ) -> anyhow::Result<Self> {
         let app = App::new(config)?;
+        let config = app.config();
         let address = listener.local_addr().context("the listener's address")?;
         for role in [Role::Prefill, Role::Decode] {
             for instance in app.snapshot(role).iter() {
@@ -132,16 +135,16 @@ impl Proxy {
         if let Some(listener) = zmq {
             let bound = listener.local_addr().context("ZeroMQ's address")?;
             tracing::info!(listen = %bound, "registering over ZeroMQ");
-            let (ttl, stopped) = (app.config.zmq_ttl, app.stop.subscribe());
+            let (ttl, stopped) = (app.config().zmq_ttl, app.stop.subscribe());
             tokio::spawn(workers::zmq::run(Arc::clone(&app), listener, ttl, stopped));
         }
         tracing::info!(
             listen = %address,
-            connector = app.config.connector.name(),
-            prefill = slots(&app.config.prefill),
-            decode = slots(&app.config.decode),
-            prefill_policy = app.config.prefill_policy.name(),
-            decode_policy = app.config.decode_policy.name(),
+            connector = config.connector.name(),
+            prefill = slots(&config.prefill),
+            decode = slots(&config.decode),
+            prefill_policy = config.prefill_policy.name(),
+            decode_policy = config.decode_policy.name(),
             "serving"
         );
         Ok(Self {

@@ -97,7 +97,7 @@ struct Done {
 
 /// `POST /abort_requests` with `{"request_ids": [...]}`, as vLLM takes it.
 pub async fn abort(app: &Arc<App>, request: Request<Incoming>, watch: &HeadWatch) -> Answer {
-    let deadline = Instant::now() + app.config.request_timeout;
+    let deadline = Instant::now() + app.config().request_timeout;
     let (head, body) = request.into_parts();
     let body: Bytes = match admit::body(app, &head.headers, body, deadline).await {
         Ok(body) => body,

@@ -2,6 +2,7 @@
 //! traffic.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::{HeaderMap, Method};
 use http_body_util::{BodyExt, Limited};
@@ -18,10 +19,34 @@ const SCRAPE_BYTES_MAX: usize = 8 << 20;
 
 /// Scrapes one engine for as long as this runs, where scrapes are wanted.
 pub(crate) async fn run(app: &App, instance: &Instance) {
-    let every = app.config.scrape_interval;
-    if every.is_zero() || !app.with_pool(instance.role, |pool| pool.reads_load()) {
-        std::future::pending::<()>().await;
+    let mut reloaded = app.reloaded.subscribe();
+    loop {
+        let every = app.config().scrape_interval;
+        let wanted = !every.is_zero() && app.with_pool(instance.role, |pool| pool.reads_load());
+        let scrapes = async {
+            match wanted {
+                true => scrape_every(app, instance, every).await,
+                false => std::future::pending().await,
+            }
+        };
+        let changed = async {
+            // The sender lives as long as the app.
+            while reloaded.changed().await.is_ok() {
+                let interval = app.config().scrape_interval;
+                let reads = app.with_pool(instance.role, |pool| pool.reads_load());
+                if interval != every || reads != wanted {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = scrapes => {}
+            () = changed => {}
+        }
     }
+}
+
+async fn scrape_every(app: &App, instance: &Instance, every: Duration) {
     let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {

@@ -79,7 +79,7 @@ pub async fn run(
     mut stop: watch::Receiver<bool>,
 ) {
     let connections = Arc::new(Semaphore::new(match door {
-        Door::Clients => app.config.connections_max,
+        Door::Clients => app.config().connections_max,
         Door::Administrators => ADMIN_CONNECTIONS_MAX,
     }));
     loop {
@@ -115,12 +115,12 @@ async fn connection(app: Arc<App>, door: Door, stream: TcpStream, mut stop: watc
         return;
     }
     let watch = Arc::new(HeadWatch::default());
-    let write_timeout = app.config.client_write_timeout;
+    let write_timeout = app.config().client_write_timeout;
     let io = ClientIo::new(stream, Arc::clone(&watch), write_timeout);
     let mut builder = Builder::new();
     builder
         .timer(TokioTimer::new())
-        .header_read_timeout(app.config.header_read_timeout);
+        .header_read_timeout(app.config().header_read_timeout);
     let service = service_fn(move |request| {
         let served: Pin<Box<dyn Future<Output = _> + Send>> =
             Box::pin(enter(Arc::clone(&app), door, Arc::clone(&watch), request));

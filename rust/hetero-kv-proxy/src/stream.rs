@@ -7,7 +7,6 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
@@ -23,6 +22,7 @@ use crate::openai::sse::{self, Tail};
 use crate::openai::usage::Teller;
 use crate::routing::LegFault;
 use crate::running::Running;
+use crate::seats::Seat;
 use crate::together;
 use crate::upstream::Written;
 
@@ -102,7 +102,7 @@ pub struct DecodeStream {
 struct Live {
     decode: DecodeHead,
     record: Record,
-    _permit: OwnedSemaphorePermit,
+    _seat: Seat,
     _running: Running,
 }
 
@@ -119,7 +119,7 @@ impl DecodeStream {
         let now = Instant::now();
         let Begun {
             mut decode,
-            permit,
+            seat,
             running,
             written,
             deadline,
@@ -127,7 +127,7 @@ impl DecodeStream {
         } = begun;
         let limits = StreamLimits {
             deadline,
-            idle: app.config.stream_idle_timeout,
+            idle: app.config().stream_idle_timeout,
         };
         let cached = decode.cached.take();
         let mut stream = Self {
@@ -138,7 +138,7 @@ impl DecodeStream {
             live: Some(Live {
                 decode,
                 record,
-                _permit: permit,
+                _seat: seat,
                 _running: running,
             }),
             limits,

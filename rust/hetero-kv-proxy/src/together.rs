@@ -64,7 +64,7 @@ pub(crate) async fn both_legs(
             decode: Some(slot(&decode_lease, None)),
         };
         decode_lease.reads_from(prefill_lease.instance(), None);
-        let connector = call.app.config.connector;
+        let connector = call.app.config().connector;
         let prefill_leg = connector.prefill_leg(&transfer);
         let decode_leg = connector
             .decode_leg(&transfer, None)
@@ -192,7 +192,7 @@ pub(crate) fn close_later(app: &Arc<App>, running: DropGuard) {
     if running.is_cancelled() {
         return;
     }
-    let grace = app.config.handover_grace;
+    let grace = app.config().handover_grace;
     app.tasks.spawn(async move {
         // Either the leg has ended, or its time is over.
         let _ended = timeout(grace, running.cancelled()).await;

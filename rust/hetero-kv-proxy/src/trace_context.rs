@@ -192,7 +192,7 @@ pub(crate) fn enter(app: &App, headers: &mut HeaderMap) -> Option<TraceContext> 
     }
     headers.remove(TRACEPARENT);
     headers.remove(TRACESTATE);
-    let sample = app.config.trace_sample;
+    let sample = app.config().trace_sample;
     (sample > 0.0).then(|| app.trace_ids.start(sample))
 }
 

@@ -7,6 +7,7 @@ pub mod keys;
 mod nonces;
 pub mod signature;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -31,7 +32,7 @@ pub(crate) struct Gate {
     admin: Mutex<Option<Arc<Keys>>>,
     clients: Mutex<Option<Arc<Keys>>>,
     /// Whether an engine gets the client's `Authorization`.
-    forwards: bool,
+    forwards: AtomicBool,
     nonces: Mutex<Nonces>,
     begun_s: u64,
 }
@@ -52,14 +53,15 @@ impl Gate {
         Self {
             admin: Mutex::new(admin.map(Arc::new)),
             clients: Mutex::new(clients.map(Arc::new)),
-            forwards,
+            forwards: AtomicBool::new(forwards),
             nonces: Mutex::new(Nonces::new(NONCES_KEPT_S)),
             begun_s: now_s(),
         }
     }
 
     /// Takes other keys; what was admitted goes on.
-    pub(crate) fn set(&self, admin: Option<Keys>, clients: Option<Keys>) {
+    pub(crate) fn set(&self, admin: Option<Keys>, clients: Option<Keys>, forwards: bool) {
+        self.forwards.store(forwards, Ordering::Relaxed);
         *lock(&self.admin) = admin.map(Arc::new);
         *lock(&self.clients) = clients.map(Arc::new);
     }
@@ -149,7 +151,7 @@ impl Gate {
                 return Err(refused("invalid_api_key", message));
             }
         }
-        if !self.forwards {
+        if !self.forwards.load(Ordering::Relaxed) {
             headers.remove(header::AUTHORIZATION);
         }
         Ok(())

@@ -87,7 +87,7 @@ fn a_stranger_is_refused_and_fills_no_memory() {
     }
     assert_eq!(code(ask(&gate, 0, 1_000, 1_000)), (200, ""));
     // Without a key nothing is asked for.
-    gate.set(None, None);
+    gate.set(None, None, true);
     assert_eq!(gate.claim(&head(&[])).expect("open"), None);
 }
 

@@ -59,6 +59,11 @@ impl Line {
         }
     }
 
+    /// Takes at most `max` from here on. Who has a place keeps it.
+    pub fn set_max(&mut self, max: usize) {
+        self.max = max;
+    }
+
     /// A number behind all those given before. It is kept for all that a request waits for: a leg
     /// that is sent again stands before what came later.
     pub fn number(&mut self) -> u64 {

@@ -28,6 +28,7 @@ pub use health::{Health, HealthRules, HealthState};
 pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};
 pub use line::{Full, Line, Wants};
 pub use pairing::{Bound, Draw, Fit};
+pub use registry::PoolSettings;
 pub use registry::{
     Ask, InstanceSpec, InstanceView, NoSlot, Outlook, Picked, Pool, SlotId, Standing, Trust,
 };

@@ -6,6 +6,10 @@ use super::{
     Unlike,
 };
 
+mod settings;
+
+pub use settings::PoolSettings;
+
 /// One instance as configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InstanceSpec {
@@ -199,6 +203,7 @@ pub struct Pool {
     /// Picks so far.
     picks: u64,
     policy: Box<dyn Policy>,
+    policy_kind: PolicyKind,
     reads_load: bool,
     /// Age at which what an engine said of its load says nothing any more.
     load_fresh_ms: u64,
@@ -232,6 +237,7 @@ impl Pool {
             slots: Vec::new(),
             picks: 0,
             policy: policy.build(),
+            policy_kind: policy,
             reads_load: policy.reads_load(),
             load_fresh_ms: 0,
             rules,

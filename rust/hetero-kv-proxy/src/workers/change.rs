@@ -15,7 +15,7 @@ use crate::routing::{Role, Standing};
 use crate::sync::lock;
 
 /// Instances of both roles together; each has a probe and, with traffic, connections.
-const WORKERS_MAX: usize = 1_024;
+pub(super) const WORKERS_MAX: usize = 1_024;
 /// How often times to live are looked at.
 const SWEEP: Duration = Duration::from_millis(100);
 
@@ -50,8 +50,8 @@ pub(super) fn find(app: &App, id: &str) -> Result<Arc<Instance>, ApiError> {
 }
 
 /// Whether a worker can serve a role here: what a flag would be refused for.
-fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiError> {
-    let connector = app.config.connector;
+pub(super) fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiError> {
+    let connector = app.config().connector;
     if role == Role::Prefill && connector.order() == Order::DecodeAlone {
         let message = format!(
             "--connector {} sends no prefill leg; register the worker as decode",

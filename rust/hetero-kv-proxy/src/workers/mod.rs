@@ -3,6 +3,7 @@
 mod body;
 mod change;
 mod facts;
+pub(crate) mod file;
 mod revisions;
 pub(crate) mod zmq;
 
@@ -159,7 +160,7 @@ async fn run(
         ([_, "drain" | "undrain" | "role"], _) => return wrong("POST"),
         _ => return Err(no_path()),
     };
-    let deadline = Instant::now() + app.config.body_read_timeout;
+    let deadline = Instant::now() + app.config().body_read_timeout;
     let told = |error: ApiError| Box::new(answer::error(&error));
     let unproven = |error: ApiError| Box::new(app.unauthorized(&error));
     // What is only read is on the clients' listener too.
@@ -191,7 +192,7 @@ async fn follow(
     query: Option<&str>,
     body: Bytes,
 ) -> Result<Answer, ApiError> {
-    let drain = app.config.drain_timeout;
+    let drain = app.config().drain_timeout;
     match order {
         Order::Register => {
             let (instance, created) = change::register(app, body::told(&body)?)?;

@@ -22,10 +22,10 @@ fn command() -> Command {
 }
 
 /// A serving process, killed with its test, and where it listens.
-struct Serving {
+pub(crate) struct Serving {
     child: Child,
-    clients: SocketAddr,
-    admin: SocketAddr,
+    pub(crate) clients: SocketAddr,
+    pub(crate) admin: SocketAddr,
 }
 
 impl Drop for Serving {
@@ -38,7 +38,7 @@ impl Drop for Serving {
 
 impl Serving {
     /// With these flags beside the listeners. What it logs afterwards is in `log`.
-    fn start(flags: &[&str], log: &Path) -> Self {
+    pub(crate) fn start(flags: &[&str], log: &Path) -> Self {
         let file = std::fs::File::create(log).expect("a file");
         let child = command()
             .args(["serve", "--listen", "127.0.0.1:0", "--admin-listen"])
@@ -78,7 +78,7 @@ impl Serving {
     }
 
     /// Has it read its files again, and waits for the `count`th word about it.
-    async fn reload(&self, log: &Path, count: usize) {
+    pub(crate) async fn reload(&self, log: &Path, count: usize) {
         kill_process(Pid::from_child(&self.child), Signal::HUP).expect("it is there");
         let start = Instant::now();
         let told = || {
@@ -100,7 +100,7 @@ impl Serving {
 }
 
 /// The lines of a log that are whole.
-fn lines(log: &Path) -> Vec<Value> {
+pub(crate) fn lines(log: &Path) -> Vec<Value> {
     let file = std::fs::File::open(log).expect("a log");
     let lines = BufReader::new(file).lines().map_while(Result::ok);
     lines
@@ -127,7 +127,12 @@ fn sign(key_file: &Path, method: &str, target: &str, body: &str) -> Vec<(String,
     headers
 }
 
-async fn send(at: SocketAddr, target: &str, headers: &[(String, String)], body: &str) -> Reply {
+pub(crate) async fn send(
+    at: SocketAddr,
+    target: &str,
+    headers: &[(String, String)],
+    body: &str,
+) -> Reply {
     let headers: Vec<(&str, &str)> = headers
         .iter()
         .map(|(name, value)| (name.as_str(), value.as_str()))
@@ -137,7 +142,7 @@ async fn send(at: SocketAddr, target: &str, headers: &[(String, String)], body: 
     client.reply().await
 }
 
-async fn get(at: SocketAddr, path: &str) -> Reply {
+pub(crate) async fn get(at: SocketAddr, path: &str) -> Reply {
     let mut client = Client::connect(at).await;
     client.get(path).await;
     client.reply().await

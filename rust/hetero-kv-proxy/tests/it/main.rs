@@ -25,6 +25,7 @@ mod pairs;
 mod pd_flow;
 mod policies;
 mod prefill_endpoint;
+mod reload;
 mod retries;
 mod revisions;
 mod routes;

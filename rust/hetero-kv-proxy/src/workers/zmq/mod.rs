@@ -156,7 +156,7 @@ impl Desk {
     }
 
     fn register(&self, announced: Announced) -> Result<bool, Refusal> {
-        let connector = self.app.config.connector;
+        let connector = self.app.config().connector;
         fits(connector, announced.mode)?;
         let told = self.told(announced).map_err(|error| refusal(&error))?;
         let registered = change::register(&self.app, told);
