@@ -12,7 +12,7 @@ use crate::admission::Admission;
 use crate::answer::{self, Answer};
 use crate::auth::Gate;
 use crate::config::{Config, Worker};
-use crate::instance::{Instance, Leave, Registration};
+use crate::instance::{Instance, Leave, Registration, WorkerWeights};
 use crate::lease::KeptBlocks;
 use crate::metrics::{Metrics, ReasonLabels, RoleLabels};
 use crate::openai::error::ApiError;
@@ -193,11 +193,30 @@ impl App {
         side.pool.set_kind(instance.index, kind);
         // Under the lock by which others of its label are removed.
         instance.meters = self.metrics.meters(instance.role, &instance.label);
+        side.pool
+            .set_weight(instance.index, instance.weights().counts());
         let instance = Arc::new(instance);
         Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
         drop(side);
         self.admission.ring();
         instance
+    }
+
+    /// Gives an instance other weights.
+    pub(crate) fn set_weight(&self, instance: &Instance, weights: WorkerWeights) {
+        let before = instance.weights();
+        instance.set_weights(weights);
+        let weight = weights.counts();
+        if weight == before.counts() {
+            return;
+        }
+        self.with_pool(instance.role, |pool| {
+            pool.set_weight(instance.index, weight);
+        });
+        // A spare one may serve who waits.
+        self.admission.ring();
+        let (id, url) = (instance.id(), &*instance.label);
+        tracing::info!(id, url, weight, before = before.counts(), "worker weight");
     }
 
     /// As [`App::take_in`], and starts its probe.

@@ -49,6 +49,22 @@ pub struct Registration {
     pub by_flag: bool,
 }
 
+/// How much an instance gets beside others.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct WorkerWeights {
+    /// By its flag, its file or its registration.
+    pub(crate) told: Option<u32>,
+    /// By an administrator, which counts.
+    pub(crate) set: Option<u32>,
+}
+
+impl WorkerWeights {
+    /// The one that counts.
+    pub(crate) fn counts(self) -> u32 {
+        self.set.or(self.told).unwrap_or(1)
+    }
+}
+
 /// One instance. Legs hold it, so that it outlives its removal for as long as one runs.
 #[derive(Debug)]
 pub struct Instance {
@@ -72,6 +88,7 @@ pub struct Instance {
     engine_id: Mutex<Option<String>>,
     /// What its connector says of itself.
     facts: Mutex<Facts>,
+    weight: Mutex<WorkerWeights>,
     ttl_ms: AtomicU64,
     heard_ms: AtomicU64,
     leave: Mutex<Option<Leave>>,
@@ -101,6 +118,10 @@ impl Instance {
             index: InstanceIndex(usize::MAX),
             label: Arc::from(worker.spec.url.as_str()),
             upstream: Upstream::new(worker.base.clone(), limits)?,
+            weight: Mutex::new(WorkerWeights {
+                told: worker.weight,
+                set: None,
+            }),
             worker,
             bootstrap,
             meters: Meters::default(),
@@ -146,6 +167,16 @@ impl Instance {
         };
         let mut known = lock(&self.engine_id);
         known.get_or_insert_with(|| told.to_owned()) == told
+    }
+
+    /// Its weights as they are.
+    pub(crate) fn weights(&self) -> WorkerWeights {
+        *lock(&self.weight)
+    }
+
+    /// The caller has the pool go by them: [`crate::app::App::set_weight`].
+    pub(crate) fn set_weights(&self, weights: WorkerWeights) {
+        *lock(&self.weight) = weights;
     }
 
     /// What its connector has said of itself.

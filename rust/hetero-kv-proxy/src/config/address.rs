@@ -1,7 +1,7 @@
 //! Addresses on the command line: engines' base URLs and where to listen.
 
 use crate::connectors::{PeerSpec, WORKER_KEYS, ZmqAddress};
-use crate::routing::{Field, InstanceSpec, LOOPBACK, NETWORK, Traits};
+use crate::routing::{Field, InstanceSpec, LOOPBACK, NETWORK, Traits, WORKER_WEIGHT_MAX};
 
 /// Base URL of one engine, taken apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub struct Worker {
     pub spec: InstanceSpec,
     /// Where it is.
     pub base: BaseUrl,
+    /// How much each of its ranks gets beside those of others, where that is told.
+    pub weight: Option<u32>,
     /// What the connector needs to know.
     pub peer: PeerSpec,
     /// What it tells of itself, for its peers to agree on.
@@ -57,7 +59,10 @@ impl WorkerFault {
 /// The keys of a worker beside its URL.
 pub(crate) fn keys() -> impl Iterator<Item = &'static str> + Clone {
     let traits = Field::ALL.into_iter().map(Field::key);
-    ["dp", "rank0"].into_iter().chain(WORKER_KEYS).chain(traits)
+    ["dp", "rank0", "weight"]
+        .into_iter()
+        .chain(WORKER_KEYS)
+        .chain(traits)
 }
 
 /// Longest value that a worker tells of itself.
@@ -187,7 +192,9 @@ pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Work
             .collect(),
     };
     let (traits, control) = traits(text)?;
+    let weight = number("weight", 0, WORKER_WEIGHT_MAX, 1)?;
     Ok(Worker {
+        weight: text("weight").map(|_| weight),
         traits,
         control,
         spec: InstanceSpec {

@@ -35,7 +35,7 @@ impl BaseUrl {
 
 impl Worker {
     /// Whether both say the same of one engine, whichever way its address is spelled and whichever
-    /// of its keys were given rather than filled in.
+    /// of its keys were given rather than filled in. Its weight is no part of what it is.
     pub(crate) fn says_the_same(&self, other: &Self) -> bool {
         let sizes = |worker: &Self| {
             let (spec, peer) = (&worker.spec, &worker.peer);

@@ -28,10 +28,10 @@ pub use health::{Health, HealthRules, HealthState};
 pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};
 pub use line::{Full, Line, Wants};
 pub use pairing::{Bound, Draw, Fit};
-pub use registry::PoolSettings;
 pub use registry::{
     Ask, InstanceSpec, InstanceView, NoSlot, Outlook, Picked, Pool, SlotId, Standing, Trust,
 };
+pub use registry::{PoolSettings, WORKER_WEIGHT_MAX};
 pub use revision::{Drawn, REVISIONS_MAX, WEIGHT_MAX, Weights, draw_of_turn};
 
 /// Which leg of a request an instance serves.

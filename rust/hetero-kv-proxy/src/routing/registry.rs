@@ -7,8 +7,11 @@ use super::{
 };
 
 mod settings;
+mod weight;
 
 pub use settings::PoolSettings;
+pub use weight::WORKER_WEIGHT_MAX;
+use weight::Weight;
 
 /// One instance as configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -137,8 +140,12 @@ struct Instance {
     health: Health,
     /// Legs for each DP rank, rank 0 first.
     in_flight: Vec<u32>,
+    /// How much each rank gets beside those of others.
+    weight: Weight,
     /// Number of the pick at which each rank was last chosen.
     picked: Vec<u64>,
+    /// When each rank is due, where they get turns by weight.
+    due: Vec<u64>,
     /// Transfers whose blocks it keeps for a decode leg.
     kept: u32,
     /// What it does for others, by its own words.
@@ -202,6 +209,8 @@ pub struct Pool {
     slots: Vec<Slot>,
     /// Picks so far.
     picks: u64,
+    /// Where turns by weight have come to: nobody saves up turns from before.
+    turned: u64,
     policy: Box<dyn Policy>,
     policy_kind: PolicyKind,
     reads_load: bool,
@@ -236,6 +245,7 @@ impl Pool {
             next: 0,
             slots: Vec::new(),
             picks: 0,
+            turned: 0,
             policy: policy.build(),
             policy_kind: policy,
             reads_load: policy.reads_load(),
@@ -338,7 +348,9 @@ impl Pool {
         self.instances.push(Instance {
             index,
             in_flight: vec![0; spec.dp as usize],
+            weight: Weight::default(),
             picked: vec![0; spec.dp as usize],
+            due: vec![Weight::default().first_due(0); spec.dp as usize],
             spec,
             kind: KindId::SILENT,
             trust,
@@ -518,7 +530,10 @@ impl Pool {
             .map(|known| known.health.tier(now_ms))
             .min()
             .ok_or(NoSlot::NoEngine(self.role))?;
-        let preferred = |known: &Instance| usable(known) && known.health.tier(now_ms) == best;
+        let well = |known: &Instance| usable(known) && known.health.tier(now_ms) == best;
+        let weighs = |known: &Instance| well(known) && !known.weight.is_zero();
+        let spare = !self.instances.iter().any(weighs);
+        let preferred = |known: &Instance| well(known) && (spare || !known.weight.is_zero());
         let others = |known: &Instance| preferred(known) && !ask.shun.contains(&known.index);
         let shun = match self.instances.iter().any(others) {
             true => ask.shun,
@@ -553,6 +568,8 @@ impl Pool {
                 slot: position,
                 load: in_flight.saturating_add(elsewhere),
                 cache_used,
+                weight: known.weight.share(),
+                due: known.due[rank],
                 picked: known.picked[rank],
                 identity: slot.identity,
             });
@@ -604,6 +621,9 @@ impl Pool {
         known.in_flight[rank as usize] += 1;
         self.picks += 1;
         known.picked[rank as usize] = self.picks;
+        let due = &mut known.due[rank as usize];
+        self.turned = self.turned.max(*due);
+        *due = known.weight.next_due(self.turned);
         let instance = known.index;
         Picked {
             slot: SlotId {

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::facts::{self, Facts};
 use crate::config::{Worker, WorkerFault, assemble_worker, worker_keys};
 use crate::openai::error::ApiError;
-use crate::routing::Role;
+use crate::routing::{Role, WORKER_WEIGHT_MAX};
 
 /// Longest string in a body: no URL and no engine id comes near it.
 const TEXT_BYTES_MAX: usize = 1_024;
@@ -230,4 +230,18 @@ pub(super) fn told(body: &[u8]) -> Result<Told, ApiError> {
 pub(super) fn role(body: &[u8]) -> Result<Role, ApiError> {
     let members = members(body, &["role".to_owned()])?;
     role_of("role", members.needed("role", "\"prefill\" or \"decode\"")?)
+}
+
+/// The body of `POST /v1/workers/{id}/weight`.
+pub(super) fn weight(body: &[u8]) -> Result<u32, ApiError> {
+    let members = members(body, &["weight".to_owned()])?;
+    let what = format!("a whole number from 0 to {WORKER_WEIGHT_MAX}");
+    let value = members.needed("weight", &what)?;
+    let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
+    number
+        .filter(|number| *number <= WORKER_WEIGHT_MAX)
+        .ok_or_else(|| {
+            let message = format!("`weight` must be {what}, not {value}");
+            fault("invalid_field", "weight", message)
+        })
 }

@@ -9,7 +9,7 @@ use super::body::{Told, refused};
 use crate::app::App;
 use crate::config::{Worker, base_url, worker_faults};
 use crate::connectors::Order;
-use crate::instance::{Instance, Leave, Registration};
+use crate::instance::{Instance, Leave, Registration, WorkerWeights};
 use crate::openai::error::ApiError;
 use crate::routing::{Role, Standing};
 use crate::sync::lock;
@@ -134,11 +134,17 @@ pub(super) fn register(app: &Arc<App>, mut told: Told) -> Result<(Arc<Instance>,
     if known.registration.by_flag {
         // An operator's words for it, such as its revision, which no engine knows.
         told.worker.traits = told.worker.traits.or(&known.worker.traits);
+        told.worker.weight = known.weights().told.or(told.worker.weight);
     }
+    let weights = WorkerWeights {
+        told: told.worker.weight.or(known.weights().told),
+        ..known.weights()
+    };
     let same_start = known.is_start(told.engine_id.as_deref());
     if same_start && known.worker.says_the_same(&told.worker) {
         known.heard(now_ms, told.ttl_ms);
         known.set_facts(told.facts);
+        app.set_weight(known, weights);
         return Ok((Arc::clone(known), false));
     }
     check(app, known.role, &told.worker)?;
@@ -149,6 +155,7 @@ pub(super) fn register(app: &Arc<App>, mut told: Told) -> Result<(Arc<Instance>,
     next.is_start(engine_id.as_deref());
     next.heard(now_ms, told.ttl_ms);
     next.set_facts(told.facts);
+    next.set_weights(weights);
     // What an operator keeps from traffic stays so when it restarts.
     let standing = app.with_pool(known.role, |pool| pool.standing(known.index));
     let next = app.take_in_probed(next, standing.unwrap_or(Standing::Serving));
@@ -182,6 +189,23 @@ pub(super) fn set_drained(app: &App, instance: &Instance, drained: bool) -> Resu
         url = &*instance.label,
         drained,
         "worker drained"
+    );
+    Ok(())
+}
+
+/// Gives a worker the weight that counts from here on, whatever it tells.
+pub(super) fn set_weight(app: &App, instance: &Instance, weight: u32) -> Result<(), ApiError> {
+    let _held = lock(&app.changes);
+    if let Some(why) = instance.leave() {
+        return Err(leaving(instance, why));
+    }
+    let set = Some(weight);
+    app.set_weight(
+        instance,
+        WorkerWeights {
+            set,
+            ..instance.weights()
+        },
     );
     Ok(())
 }
@@ -285,6 +309,7 @@ pub(super) async fn change_role(
         .map_err(|error| internal(&error))?;
     next.is_start(instance.engine_id().as_deref());
     next.set_facts(instance.facts());
+    next.set_weights(instance.weights());
     let (_, ttl_ms) = instance.last_heard();
     next.heard(app.now_ms(), ttl_ms);
     let next = app.take_in_probed(next, Standing::Serving);

@@ -8,7 +8,7 @@ use super::change::{WORKERS_MAX, check};
 use super::facts::Facts;
 use crate::app::App;
 use crate::config::{Config, Worker};
-use crate::instance::{Instance, Leave, Registration};
+use crate::instance::{Instance, Leave, Registration, WorkerWeights};
 use crate::routing::{Role, Standing};
 
 /// What is to be done; nothing of it can fail.
@@ -17,6 +17,8 @@ pub(crate) struct Plan {
     /// The new one, and the one whose place it takes.
     changed: Vec<(Instance, Arc<Instance>)>,
     let_go: Vec<Arc<Instance>>,
+    /// Those of which only the weight changes.
+    weighed: Vec<(Arc<Instance>, WorkerWeights)>,
 }
 
 /// What was done, by URL.
@@ -49,6 +51,7 @@ pub(crate) fn plan(app: &App, running: &Config, next: &Config) -> Result<Plan, V
         taken_in: Vec::new(),
         changed: Vec::new(),
         let_go: Vec::new(),
+        weighed: Vec::new(),
     };
     let mut faults = Vec::new();
     let here: Vec<Arc<Instance>> = [Role::Prefill, Role::Decode]
@@ -60,11 +63,14 @@ pub(crate) fn plan(app: &App, running: &Config, next: &Config) -> Result<Plan, V
         (Role::Decode, &running.decode, &next.decode),
     ] {
         for entry in after {
-            if before.iter().any(|known| known.says_the_same(entry)) {
+            let mut former = before.iter();
+            let former = former.find(|known| known.base.is_same_place(&entry.base));
+            let same_weight = former.is_some_and(|former| former.weight == entry.weight);
+            if same_weight && former.is_some_and(|former| former.says_the_same(entry)) {
                 continue;
             }
             let known = known(&here, role, entry);
-            if let Err(fault) = plan.enter(app, role, entry, known) {
+            if let Err(fault) = plan.enter(app, role, entry, known, same_weight) {
                 faults.push(format!("--{} {}: {fault}", role.name(), entry.spec.url));
             }
         }
@@ -113,6 +119,7 @@ impl Plan {
         role: Role,
         entry: &Worker,
         known: Option<&Arc<Instance>>,
+        same_weight: bool,
     ) -> Result<(), String> {
         let registration = Registration {
             told_role: role,
@@ -140,7 +147,17 @@ impl Plan {
                 ..known.worker.clone()
             },
         };
+        let before = known.weights();
+        let weights = WorkerWeights {
+            told: match by_flag {
+                true => entry.weight,
+                false => entry.weight.or(before.told),
+            },
+            // Other words of the file count more than an administrator's from before.
+            set: before.set.filter(|_| same_weight || entry.weight.is_none()),
+        };
         if by_flag && known.worker.says_the_same(&worker) {
+            self.weighed.push((Arc::clone(known), weights));
             return Ok(());
         }
         check(app, known.role, &worker).map_err(|error| error.message)?;
@@ -150,6 +167,7 @@ impl Plan {
         let (heard_ms, ttl_ms) = known.last_heard();
         instance.heard(heard_ms, ttl_ms);
         instance.set_facts(facts);
+        instance.set_weights(weights);
         self.changed.push((instance, Arc::clone(known)));
         Ok(())
     }
@@ -166,6 +184,10 @@ impl Plan {
             let standing = app.with_pool(known.role, |pool| pool.standing(known.index));
             let instance = app.take_in_probed(instance, standing.unwrap_or(Standing::Serving));
             app.let_go(&known, Leave::Replaced);
+            done.changed.push(instance.label.to_string());
+        }
+        for (instance, weights) in self.weighed {
+            app.set_weight(&instance, weights);
             done.changed.push(instance.label.to_string());
         }
         for instance in self.let_go {

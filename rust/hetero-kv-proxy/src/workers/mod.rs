@@ -103,6 +103,7 @@ enum Order<'a> {
     Drain(&'a str),
     Undrain(&'a str),
     Role(&'a str),
+    Weight(&'a str),
     Weights,
 }
 
@@ -157,7 +158,8 @@ async fn run(
         ([id, "drain"], &Method::POST) => Order::Drain(id),
         ([id, "undrain"], &Method::POST) => Order::Undrain(id),
         ([id, "role"], &Method::POST) => Order::Role(id),
-        ([_, "drain" | "undrain" | "role"], _) => return wrong("POST"),
+        ([id, "weight"], &Method::POST) => Order::Weight(id),
+        ([_, "drain" | "undrain" | "role" | "weight"], _) => return wrong("POST"),
         _ => return Err(no_path()),
     };
     let deadline = Instant::now() + app.config().body_read_timeout;
@@ -171,6 +173,7 @@ async fn run(
         | Order::Drain(_)
         | Order::Undrain(_)
         | Order::Role(_)
+        | Order::Weight(_)
         | Order::Weights => app.gate.claim(&head).map_err(unproven)?,
     };
     let body = admit::body_within(app, &head.headers, body, BODY_BYTES_MAX, deadline)
@@ -213,6 +216,12 @@ async fn follow(
         Order::Undrain(id) => {
             let instance = change::find(app, id)?;
             change::set_drained(app, &instance, false)?;
+            shown(app, &instance, StatusCode::OK)
+        }
+        Order::Weight(id) => {
+            let weight = body::weight(&body)?;
+            let instance = change::find(app, id)?;
+            change::set_weight(app, &instance, weight)?;
             shown(app, &instance, StatusCode::OK)
         }
         Order::Weights => {

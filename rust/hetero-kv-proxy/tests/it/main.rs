@@ -33,6 +33,7 @@ mod streaming;
 mod together;
 mod trace_context;
 mod traces;
+mod weights;
 mod workers;
 mod zmq;
 

@@ -421,3 +421,45 @@ async fn get_with_key(at: SocketAddr, path: &str) -> Reply {
     client.raw(head.as_bytes()).await;
     client.reply().await
 }
+
+#[tokio::test]
+async fn another_weight_in_the_file_makes_no_other_worker_and_counts_more_than_an_older_order() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let text = |weight: &str, more: &str| {
+        let decode = format!("{}{weight}", d.url());
+        format!(
+            "prefill = {}\ndecode = {}\n{more}",
+            list(&[&p.url()]),
+            list(&[&decode])
+        )
+    };
+    let mut filed = Filed::start(&text(",weight=2", ""));
+    let weight = async |filed: &Filed| {
+        let workers = filed.workers().await;
+        let found = workers.iter().find(|worker| worker["id"] == "decode-0");
+        found.expect("it is still that one")["weight"].clone()
+    };
+    assert_eq!(weight(&filed).await, 2);
+    let order = filed.admin("/v1/workers/decode-0/weight", r#"{"weight":5}"#);
+    assert_eq!(order.await.status, 200);
+    filed
+        .reload(&text(",weight=2", "retries_max = 1\n"), 1)
+        .await;
+    assert_eq!(weight(&filed).await, 5);
+    filed.reload(&text(",weight=7", ""), 1).await;
+    assert_eq!(weight(&filed).await, 7);
+    assert_eq!(filed.said("reloaded")[1]["workers_changed"], d.url());
+    filed.reload(&text("", ""), 1).await;
+    assert_eq!(weight(&filed).await, 1);
+    filed.reload(&text(",weight=1001", ""), 1).await;
+    assert!(
+        filed.faults()[0].contains("weight must be 0 to 1000"),
+        "{:?}",
+        filed.faults()
+    );
+    assert_eq!(filed.workers().await.len(), 2);
+}

@@ -29,7 +29,7 @@ impl Policy for ConsistentHash {
         let mut highest = 0;
         for (at, candidate) in candidates.iter().enumerate() {
             let rank = mix(group ^ candidate.identity, STIR);
-            if rank >= highest && candidate.load < cap {
+            if rank >= highest && cap.admits(candidate) {
                 (first, highest) = (at, rank);
             }
         }

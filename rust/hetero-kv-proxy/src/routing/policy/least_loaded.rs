@@ -1,9 +1,11 @@
 //! The slot with the least to do.
 
+use std::cmp::Ordering;
+
 use super::{Candidate, Policy, RequestKey};
 
-/// Least load, and of equals the one whose KV cache is emptier by a quarter: in a full one requests
-/// are pushed out and computed again. Ties go to the one that was chosen longest ago; those that never
+/// Least load for its weight, and of equals the one whose KV cache is emptier by a quarter: in a full one requests
+/// are pushed out and computed again. Ties go to the one whose turn it is; those that never
 /// were begin in their order.
 #[derive(Debug, Default)]
 pub struct LeastLoaded {
@@ -15,7 +17,7 @@ impl Policy for LeastLoaded {
         let start = self.turn % candidates.len();
         let mut best = start;
         for at in (start + 1..candidates.len()).chain(0..start) {
-            if weight(&candidates[at]) < weight(&candidates[best]) {
+            if order(&candidates[at], &candidates[best]).is_lt() {
                 best = at;
             }
         }
@@ -28,7 +30,9 @@ impl Policy for LeastLoaded {
 /// Quarters of a KV cache: smaller differences say nothing of the next moment.
 const CACHE_STEP: u16 = 250;
 
-fn weight(candidate: &Candidate) -> (u32, u16, u64) {
-    let cache = candidate.cache_used / CACHE_STEP;
-    (candidate.load, cache, candidate.picked)
+fn order(one: &Candidate, other: &Candidate) -> Ordering {
+    let cache = |candidate: &Candidate| candidate.cache_used / CACHE_STEP;
+    one.load_beside(other)
+        .then_with(|| cache(one).cmp(&cache(other)))
+        .then_with(|| one.turn().cmp(&other.turn()))
 }

@@ -12,10 +12,12 @@ mod round_robin;
 #[cfg(test)]
 mod tests;
 
+use std::cmp::Ordering;
+
 pub use consistent_hash::ConsistentHash;
 pub use key::{KeyParts, PREFIX_BYTES_MAX, PREFIX_BYTES_MIN, PREFIX_LEVELS, RequestKey};
 pub use least_loaded::LeastLoaded;
-pub use load::{LEGS_FREE, load_cap};
+pub use load::{LEGS_FREE, LoadCap, load_cap};
 pub use power_of_two::PowerOfTwo;
 pub use prefix_aware::PrefixAware;
 pub use round_robin::RoundRobin;
@@ -30,10 +32,27 @@ pub struct Candidate {
     /// Share of its KV cache that was in use when it was last asked, in thousandths; 0 where that is
     /// not known.
     pub cache_used: u16,
+    /// How much it gets beside others, at least 1.
+    pub weight: u32,
+    /// When it is due, where each gets turns by its weight: the smallest is next.
+    pub due: u64,
     /// Number of the pick at which it was last chosen; 0 before the first.
     pub picked: u64,
     /// Who the slot is, whatever its position: see [`slot_identity`].
     pub identity: u64,
+}
+
+impl Candidate {
+    /// Compares what both have to do for their weight.
+    fn load_beside(&self, other: &Self) -> Ordering {
+        let ours = u64::from(self.load) * u64::from(other.weight);
+        ours.cmp(&(u64::from(other.load) * u64::from(self.weight)))
+    }
+
+    /// Whose turn it is: by weights, and of equals who was chosen longest ago.
+    fn turn(&self) -> (u64, u64) {
+        (self.due, self.picked)
+    }
 }
 
 /// A number for one DP rank of one engine, the same in every proxy that knows the engine by this

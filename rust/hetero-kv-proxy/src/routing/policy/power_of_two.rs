@@ -1,9 +1,11 @@
 //! The less loaded of two slots drawn at random.
 
+use std::cmp::Ordering;
+
 use super::hash::mix;
 use super::{Candidate, Policy, RequestKey};
 
-/// Draws two different slots and takes the one with fewer legs in flight.
+/// Draws two different slots and takes the one with fewer legs in flight for its weight.
 ///
 /// Beside other proxies in front of the same engines it is steadier than least-loaded: proxies
 /// that each see the same slot as the emptiest send to it together, two random slots are seldom
@@ -43,10 +45,19 @@ impl Policy for PowerOfTwo {
         }
         // One of the others.
         let second = (first + 1 + self.draw(count - 1)) % count;
-        if candidates[second].load < candidates[first].load {
-            second
-        } else {
-            first
+        let (one, other) = (&candidates[first], &candidates[second]);
+        match other.load_beside(one) {
+            Ordering::Less => second,
+            Ordering::Greater => first,
+            Ordering::Equal if one.weight == other.weight => first,
+            // Idle slots get their shares, too.
+            Ordering::Equal => {
+                let both = one.weight.saturating_add(other.weight);
+                match self.draw(both as usize) < other.weight as usize {
+                    true => second,
+                    false => first,
+                }
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The slot whose engine has most of the prompt in its cache, as far as routing can know.
 
-use super::{Candidate, LeastLoaded, Policy, RequestKey, load_cap};
+use super::{Candidate, LeastLoaded, LoadCap, Policy, RequestKey, load_cap};
 
 /// Ways of one set. A beginning that every request has fills its set with the slots that serve it.
 const WAYS: usize = 8;
@@ -109,18 +109,18 @@ impl PrefixAware {
     }
 }
 
-/// The candidate with the fewest legs in flight, below `cap`, of those in `slots`.
-fn emptiest_of(candidates: &[Candidate], slots: [u32; WAYS], cap: u32) -> Option<usize> {
-    let mut found = None;
-    let mut fewest = cap;
+/// The candidate with the fewest legs in flight for its weight, below `cap`, of those in `slots`.
+fn emptiest_of(candidates: &[Candidate], slots: [u32; WAYS], cap: LoadCap) -> Option<usize> {
+    let mut found: Option<usize> = None;
     for (at, candidate) in candidates.iter().enumerate() {
         let identity = short(candidate.identity);
         // Without an early end: all ways are compared in one step.
         let known = slots
             .iter()
             .fold(false, |known, slot| known | (*slot == identity));
-        if known && candidate.load < fewest {
-            (found, fewest) = (Some(at), candidate.load);
+        let fewer = |at: usize| candidate.load_beside(&candidates[at]).is_lt();
+        if known && cap.admits(candidate) && found.is_none_or(fewer) {
+            found = Some(at);
         }
     }
     found

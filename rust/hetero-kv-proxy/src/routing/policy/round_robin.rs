@@ -1,8 +1,8 @@
-//! Each slot in turn.
+//! Each slot in turn, by its weight.
 
 use super::{Candidate, Policy, RequestKey};
 
-/// The slot whose last turn was longest ago.
+/// The slot that is due first; of equal weights, the one whose last turn was longest ago.
 ///
 /// What is remembered is each slot's turn, and not a place in the round: requests that may go to
 /// some of the slots only leave the order of the others as it was, and the turn of a skipped slot is
@@ -19,7 +19,7 @@ impl Policy for RoundRobin {
         self.turn = self.turn.wrapping_add(1);
         let mut chosen = start;
         for at in (start + 1..candidates.len()).chain(0..start) {
-            if candidates[at].picked < candidates[chosen].picked {
+            if candidates[at].turn() < candidates[chosen].turn() {
                 chosen = at;
             }
         }
