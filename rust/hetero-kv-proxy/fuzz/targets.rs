@@ -51,7 +51,10 @@ fn splice(data: &[u8]) {
                 continue;
             }
         };
-        assert!(refuse_params(data).is_ok(), "relayed, it would be refused");
+        assert!(
+            refuse_params(data, true).is_ok(),
+            "relayed, it would be refused"
+        );
         assert_eq!(request.decode_body(None).concat(), data);
         let decode = request.decode_body(Some(PARAMS)).concat();
         let prefill = request.prefill_body(PARAMS).concat();

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, Request, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};
 use hyper::body::Incoming;
 use tokio::time::timeout_at;
 
@@ -33,7 +33,7 @@ use crate::upstream::{LegBody, SendError, Written};
 /// The label in metrics of a path that is passed on; `None` for a path that is not.
 pub fn label(path: &str) -> Option<&'static str> {
     // An engine, or a proxy in front of it, might read another path out of these.
-    let plain = path.split('/').all(|part| part != ".." && part != ".") && !path.contains("%2");
+    let plain = path.split('/').all(|part| part != ".." && part != ".") && !hides_characters(path);
     // Administration has its own listener: what asks for it here has the wrong one.
     let admin = path == "/v1/workers" || path.starts_with("/v1/workers/");
     match path {
@@ -43,6 +43,29 @@ pub fn label(path: &str) -> Option<&'static str> {
         _ if path.starts_with("/v1/") && plain => Some("/v1/*"),
         _ => None,
     }
+}
+
+/// Whether a path has an escape for a character that needs none, or for one of `%20` to `%2f`: an
+/// engine would read another path than the one that was looked at here.
+fn hides_characters(path: &str) -> bool {
+    path.split('%').skip(1).any(|behind| {
+        let code = behind
+            .get(..2)
+            .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+        code.is_none_or(|code| {
+            matches!(code, 0x20..=0x2f | b'_' | b'~') || code.is_ascii_alphanumeric()
+        })
+    })
+}
+
+/// Whether an engine reads the body as JSON. Some do where no type is told.
+fn is_json(headers: &HeaderMap) -> bool {
+    let mut kinds = headers.get_all(header::CONTENT_TYPE).iter().peekable();
+    kinds.peek().is_none()
+        || kinds.any(|kind| {
+            let kind = kind.as_bytes().to_ascii_lowercase();
+            kind.windows(4).any(|part| part == b"json")
+        })
 }
 
 /// The answer of the first decode engine that has the path, what it names, or the model: each is
@@ -75,7 +98,8 @@ async fn run(
     let (seat, body) = admit::enter(app, &head.headers, body, watch, deadline)
         .await
         .map_err(told)?;
-    refuse_params(&body).map_err(|error| told(admit::bad_request(&error)))?;
+    refuse_params(&body, is_json(&head.headers))
+        .map_err(|error| told(admit::bad_request(&error)))?;
     let path = head.uri.path_and_query().map_or("/", |path| path.as_str());
     let mut headers = headers::for_legs(head.headers, random_hex).map_err(told)?;
     let trace = trace_context::pass(app, &mut headers);

@@ -71,13 +71,18 @@ struct Sent {
     prefill_endpoint: bool,
 }
 
-/// Refuses a JSON object with `kv_transfer_params`; any other body may be what it likes.
+/// Refuses a JSON object with `kv_transfer_params`. With `is_json` an engine reads the body as JSON:
+/// what cannot be read here is then refused too, since engines read more than that (Python takes
+/// other encodings than UTF-8, a byte order mark and `NaN`). Otherwise the body may be what it
+/// likes.
 ///
 /// # Errors
-/// [`RequestError::ForeignParams`].
-pub fn refuse_params(body: &[u8]) -> Result<(), RequestError> {
-    let Ok(object) = Object::parse(body) else {
-        return Ok(());
+/// [`RequestError::ForeignParams`], [`RequestError::Syntax`].
+pub fn refuse_params(body: &[u8], is_json: bool) -> Result<(), RequestError> {
+    let object = match Object::parse(body) {
+        Ok(object) => object,
+        Err(_) if !is_json || body.is_empty() || is_json_without_members(body) => return Ok(()),
+        Err(error) => return Err(error.into()),
     };
     let fields = Fields {
         object: &object,
@@ -87,6 +92,12 @@ pub fn refuse_params(body: &[u8]) -> Result<(), RequestError> {
         Ok(false) => Ok(()),
         Ok(true) | Err(_) => Err(RequestError::ForeignParams),
     }
+}
+
+/// Whether a body that is no JSON object is another JSON value.
+fn is_json_without_members(body: &[u8]) -> bool {
+    let text = std::str::from_utf8(body);
+    text.is_ok_and(|text| serde_json::from_str::<IgnoredAny>(text).is_ok())
 }
 
 /// How many sequences one request makes.

@@ -77,8 +77,14 @@ impl Client {
     }
 
     pub(crate) async fn post(&mut self, path: &str, headers: &[(&str, &str)], body: &[u8]) {
+        let json = ("Content-Type", "application/json");
+        self.post_as(path, &[&[json], headers].concat(), body).await;
+    }
+
+    /// As `post`, of the type that `headers` tell, if any.
+    pub(crate) async fn post_as(&mut self, path: &str, headers: &[(&str, &str)], body: &[u8]) {
         let mut head = format!(
-            "POST {path} HTTP/1.1\r\nHost: proxy\r\nContent-Type: application/json\r\nContent-Length: {}\r\n",
+            "POST {path} HTTP/1.1\r\nHost: proxy\r\nContent-Length: {}\r\n",
             body.len()
         );
         for (name, value) in headers {

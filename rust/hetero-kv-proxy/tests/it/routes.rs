@@ -61,6 +61,7 @@ async fn other_paths_are_relayed_to_decode_byte_for_byte() {
     let worker = format!("{},dp=2,rank0=4", d.url());
     let proxy = proxy_with(Settings::default(), &urls(&[&p]), &[worker]).await;
     let form = b"--b\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\n\xff\x00{\r\n--b--";
+    let types = ["multipart/form-data; boundary=b", "application/json"];
     for (path, body) in [
         (
             "/v1/embeddings?x=1&y",
@@ -72,9 +73,9 @@ async fn other_paths_are_relayed_to_decode_byte_for_byte() {
         ("/v1/messages", b""),
     ] {
         let mut client = Client::connect(proxy.address).await;
-        client
-            .post(path, &[("Authorization", "Bearer k")], body)
-            .await;
+        let kind = types[usize::from(body != form)];
+        let (kind, key) = (("Content-Type", kind), ("Authorization", "Bearer k"));
+        client.post_as(path, &[kind, key], body).await;
         let reply = client.reply().await;
         assert_eq!(
             (reply.status, reply.text().as_str()),
@@ -135,6 +136,10 @@ async fn a_relayed_body_may_not_name_a_transfer_nor_a_path_another() {
     for path in [
         "/v1/../sleep",
         "/v1/%2e%2e/sleep",
+        "/v1/%63ompletions",
+        "/v1/chat%5Fcompletions",
+        "/v1/%zz",
+        "/v1/x%",
         "/v1/./x",
         "/sleep",
         "/v2/x",
@@ -147,6 +152,52 @@ async fn a_relayed_body_may_not_name_a_transfer_nor_a_path_another() {
         );
     }
     assert_eq!((p.count(), d.count()), (0, 0));
+}
+
+#[tokio::test]
+async fn a_relayed_body_that_only_an_engine_can_read_is_refused() {
+    let (p, d) = (engine("{}").await, engine("{}").await);
+    let proxy = proxy(&[&p], &[&d]).await;
+    const PARAMS: &str = r#"{"kv_transfer_params":{"remote_host":"6.6.6.6"}}"#;
+    let utf16: Vec<u8> = PARAMS.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let behind = |start: &[u8]| [start, &PARAMS.as_bytes()[1..]].concat();
+    let unread = [
+        [b"\xef\xbb\xbf", PARAMS.as_bytes()].concat(),
+        behind(br#"{"a":NaN,"#),
+        behind(b"{\"a\":\"\xed\xa0\x80\","),
+        utf16,
+    ];
+    let send = async |kind: &[(&str, &str)], body: &[u8]| {
+        let mut client = Client::connect(proxy.address).await;
+        client.post_as("/v1/messages", kind, body).await;
+        client.reply().await
+    };
+    for body in &unread {
+        for kind in [
+            &[("Content-Type", "application/json")][..],
+            &[("Content-Type", "application/X+JSON; charset=utf-16")],
+            &[
+                ("Content-Type", "text/plain"),
+                ("Content-Type", "application/json"),
+            ],
+            &[],
+        ] {
+            let reply = send(kind, body).await;
+            let shown = String::from_utf8_lossy(body);
+            assert_eq!(reply.status, 400, "{kind:?} {shown}");
+            assert_eq!(reply.error_code(), "invalid_json");
+        }
+    }
+    assert_eq!(d.count(), 0);
+    // What no engine reads as JSON, and JSON that has no members, is theirs to judge.
+    for body in &unread {
+        let reply = send(&[("Content-Type", "audio/wav")], body).await;
+        assert_eq!(reply.status, 200);
+    }
+    for body in ["[1,[2]]", "\"text\"", ""] {
+        let reply = send(&[("Content-Type", "application/json")], body.as_bytes()).await;
+        assert_eq!(reply.status, 200, "{body}");
+    }
 }
 
 #[tokio::test]
