@@ -103,6 +103,10 @@ pub(super) enum Malformed {
     Length,
     #[error("HTTP/1.0 with Transfer-Encoding")]
     OldCoding,
+    #[error("its Transfer-Encoding is not `chunked` alone, and no other was asked for")]
+    Coding,
+    #[error("101 Switching Protocols, which was not asked for")]
+    Switch,
 }
 
 /// Takes the head of the answer to a request of `method` from the front of `unread`; `None` when it
@@ -170,7 +174,7 @@ fn parse_one(unread: &mut BytesMut) -> Result<Option<Parts>, Malformed> {
 fn framing(head: &Parts, method: &Method) -> Result<(Framing, bool), Malformed> {
     let none = Framing::Length(0);
     match head.status {
-        StatusCode::SWITCHING_PROTOCOLS => return Ok((none, false)),
+        StatusCode::SWITCHING_PROTOCOLS => return Err(Malformed::Switch),
         StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED => return Ok((none, true)),
         _ => {}
     }
@@ -184,10 +188,11 @@ fn framing(head: &Parts, method: &Method) -> Result<(Framing, bool), Malformed> 
         if head.version == Version::HTTP_10 {
             return Err(Malformed::OldCoding);
         }
-        return Ok(match is_chunked(&head.headers) {
-            true => (Framing::Chunked(Chunked::default()), true),
-            false => (Framing::UntilClose, false),
-        });
+        // Whatever else was done to the body, the client would take for the answer itself.
+        return match is_chunked(&head.headers) {
+            true => Ok((Framing::Chunked(Chunked::default()), true)),
+            false => Err(Malformed::Coding),
+        };
     }
     let mut length = None;
     for value in head.headers.get_all(header::CONTENT_LENGTH) {
@@ -212,15 +217,18 @@ fn number(text: &[u8]) -> Option<u64> {
     text.parse().ok()
 }
 
-/// Whether the last coding is `chunked`.
+/// Whether `chunked` is the only coding. Servers behind a careless gateway name it twice and do it
+/// once.
 fn is_chunked(headers: &HeaderMap) -> bool {
-    let last = headers
+    headers
         .get_all(header::TRANSFER_ENCODING)
         .iter()
-        .next_back();
-    last.and_then(|value| value.to_str().ok())
-        .and_then(|value| value.rsplit(',').next())
-        .is_some_and(|coding| coding.trim().eq_ignore_ascii_case("chunked"))
+        .all(|value| {
+            value
+                .as_bytes()
+                .trim_ascii()
+                .eq_ignore_ascii_case(b"chunked")
+        })
 }
 
 fn keeps(head: &Parts) -> bool {

@@ -173,12 +173,16 @@ fn the_end_of_a_body_is_known_as_rfc_9112_says() {
             "chunked kept",
         ),
         (
-            "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, Chunked\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\ntransfer-encoding: chunked \r\n\r\n",
             "chunked kept",
         ),
         (
-            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked, gzip\r\n\r\n",
-            "until close closed",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+            "its Transfer-Encoding is not `chunked` alone, and no other was asked for",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: xchunked\r\n\r\n",
+            "its Transfer-Encoding is not `chunked` alone, and no other was asked for",
         ),
         (
             "HTTP/1.0 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
@@ -193,7 +197,10 @@ fn the_end_of_a_body_is_known_as_rfc_9112_says() {
             "HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
             "length 0 kept",
         ),
-        ("HTTP/1.1 101 Switching\r\n\r\n", "length 0 closed"),
+        (
+            "HTTP/1.1 101 Switching\r\n\r\n",
+            "101 Switching Protocols, which was not asked for",
+        ),
         (
             "HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: x, Close\r\n\r\n",
             "length 5 closed",
