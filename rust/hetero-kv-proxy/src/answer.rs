@@ -169,6 +169,11 @@ impl Record {
         Arc::clone(&self.timeline)
     }
 
+    /// The route, as metrics name it.
+    pub fn route(&self) -> &'static str {
+        self.route
+    }
+
     /// The request goes into another phase.
     pub fn enter(&mut self, phase: Phase) {
         self.phase = phase;

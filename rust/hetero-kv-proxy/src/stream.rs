@@ -17,6 +17,7 @@ use crate::handover::{DecodeHead, settle_stream};
 use crate::histogram::Gaps;
 use crate::meters::DecodeMeters;
 use crate::metrics::ReasonLabels;
+use crate::openai::Route;
 use crate::openai::error::{self, ApiError};
 use crate::openai::sse::{self, Tail};
 use crate::openai::usage::Teller;
@@ -224,6 +225,9 @@ impl DecodeStream {
                     if let Some(events) = &mut self.events {
                         events.push(&rest);
                     }
+                    if self.is_cut_off() {
+                        return self.break_off(StreamBroken::Engine);
+                    }
                     self.complete();
                     let rest = (!rest.is_empty()).then(|| Ok(Frame::data(rest)));
                     return Poll::Ready(rest);
@@ -249,6 +253,23 @@ impl DecodeStream {
                 .as_mut()
                 .reset(self.limits.deadline.min(silent_until));
         }
+    }
+
+    /// Whether a body that ended was not all: an event stream whose end is that of its connection
+    /// tells by its last event only that it is whole.
+    fn is_cut_off(&self) -> bool {
+        let (Some(live), Some(events)) = (&self.live, &self.events) else {
+            return false;
+        };
+        let answer = &live.decode.answer;
+        // Those of `/v1/responses`, and of what is relayed, have other last events.
+        let ends_with_done = [Route::Completions, Route::ChatCompletions]
+            .iter()
+            .any(|route| route.path() == live.record.route());
+        answer.body.ends_with_connection()
+            && answer.head.status.is_success()
+            && ends_with_done
+            && !events.is_done()
     }
 
     /// What the client gets with a chunk of the engine's; `None` where that is nothing yet.

@@ -19,6 +19,7 @@ use super::wire::{Outgoing, Wire};
 pub struct EngineBody {
     /// `None` once the body has ended, well or not.
     open: Option<Open>,
+    ends_with_connection: bool,
 }
 
 /// What an answer whose body has not ended holds.
@@ -77,11 +78,19 @@ impl EngineBody {
     /// A body whose head was read.
     pub(super) fn new(mut open: Open) -> Self {
         let ended = open.has_ended();
-        let mut body = Self { open: Some(open) };
+        let mut body = Self {
+            ends_with_connection: matches!(open.framing, Framing::UntilClose),
+            open: Some(open),
+        };
         if ended {
             body.end();
         }
         body
+    }
+
+    /// Whether the body has no end of its own: one that is cut off looks like one that is whole.
+    pub fn ends_with_connection(&self) -> bool {
+        self.ends_with_connection
     }
 
     /// Gives the connection back, where it can carry another exchange.

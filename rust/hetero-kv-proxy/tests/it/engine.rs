@@ -26,6 +26,8 @@ pub(crate) enum Script {
     Gated(Vec<&'static str>, Arc<Semaphore>),
     /// As `Stream`, but the connection closes without the end.
     StreamThenClose(Vec<&'static str>),
+    /// As `StreamThenClose`, but the close is the end: the body has no framing of its own.
+    StreamUntilClose(Vec<&'static str>),
     /// As `Stream`, but nothing more comes and the connection stays.
     StreamThenSilence(Vec<&'static str>),
     /// A plain answer of which only this part comes before the connection closes: with a length
@@ -472,6 +474,13 @@ async fn perform(
         Script::StreamThenClose(chunks) => {
             free();
             stream(chunks, Duration::ZERO, writer).await;
+            return false;
+        }
+        Script::StreamUntilClose(chunks) => {
+            free();
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n";
+            let sent = head.to_owned() + &chunks.concat();
+            assert!(writer.write_all(sent.as_bytes()).await.is_ok());
             return false;
         }
         Script::StreamThenSilence(chunks) => {

@@ -129,6 +129,35 @@ async fn a_stream_that_breaks_behind_its_done_event_is_whole() {
 }
 
 #[tokio::test]
+async fn a_stream_that_only_its_connection_ends_is_whole_with_its_done_event_alone() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let proxy = proxy(&[&p], &[&d]).await;
+    for path in [COMPLETIONS, CHAT] {
+        d.once(Script::StreamUntilClose(vec![
+            "data: 1\n\n",
+            "data: [DONE]\n\n",
+        ]));
+        let reply = post(&proxy, path, STREAM).await;
+        assert_eq!(reply.text(), "data: 1\n\ndata: [DONE]\n\n");
+        for sent in [vec!["data: 1\n\n"], vec!["data: 1\n\nda"], vec![]] {
+            let before = sent.concat();
+            d.once(Script::StreamUntilClose(sent));
+            let text = post(&proxy, path, STREAM).await.text();
+            assert!(text.starts_with(&before), "{text}");
+            assert!(text.contains("\"code\":\"decode_stream_broken\""), "{text}");
+        }
+    }
+    // Other streams have other last events.
+    d.once(Script::StreamUntilClose(vec!["event: message_stop\n\n"]));
+    let reply = post(&proxy, "/v1/messages", STREAM).await;
+    assert_eq!(reply.text(), "event: message_stop\n\n");
+}
+
+#[tokio::test]
 async fn a_plain_answer_that_breaks_is_cut_short_for_the_client_too() {
     let blocks = Blocks::default();
     let (p, d) = (
