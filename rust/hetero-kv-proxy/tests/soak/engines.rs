@@ -226,6 +226,8 @@ impl Engines {
             "url": self.url(at),
             "engine_id": format!("{at}-{}", engine.starts.load(Ordering::Relaxed)),
             "heartbeat_interval_ms": HEARTBEAT.as_millis() as u64,
+            // A busy host keeps heartbeats back; who leaves, leaves by an order or is killed.
+            "ttl_ms": 10_000,
         });
         let (status, answer) = admin(address, "POST", "/v1/workers", &body.to_string()).await;
         let fine = matches!(status, 200 | 201) || answer.contains("worker_leaving");

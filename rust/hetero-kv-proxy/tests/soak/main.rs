@@ -118,6 +118,6 @@ async fn soak() {
         size.rss_kib
     );
     assert!(size.fds <= middle.fds + GROWTH_FDS_MAX);
-    assert!(actions.total() > seconds / 3, "{actions}");
+    assert!(actions.total() > seconds / 6, "{actions}");
     assert!(proxy.stop().await, "the proxy drains and ends with 0");
 }
