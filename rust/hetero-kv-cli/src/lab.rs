@@ -29,6 +29,7 @@ mod report;
 mod router;
 mod span;
 mod trace;
+mod transports;
 
 pub(crate) use engine::main as engine_main;
 pub(crate) use rank::main as rank_main;
@@ -55,9 +56,11 @@ Examples:
 Exit codes: 0 all right; 1 a byte differed, a block stayed held, a request failed that no fault
 explains, or a corrupt fault never came due; 2 usage, a pair that is refused, or a host that is too small.";
 
-/// The connector's setting `transport`, but for `auto`.
+/// The connector's setting `transport`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum TransportFlag {
+    /// For each pair of ranks the best that reaches, as engines choose
+    Auto,
     /// Straight from the other process's memory
     Process,
     /// Sockets
@@ -227,7 +230,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<Verdict> {
     output::tell(&report::head(&plan));
     let found = router::run(&plan)?;
     let text = if args.json {
-        report::json(&found)?
+        report::json(&plan, &found)?
     } else {
         report::table(&plan, &found)
     };

@@ -277,6 +277,7 @@ fn instances(shapes: &[InstanceShape]) -> Vec<EngineShape> {
 /// What a lab runs, once it is known to run here.
 fn transport(flag: TransportFlag) -> Result<Transport> {
     match flag {
+        TransportFlag::Auto => Ok(Transport::Auto),
         TransportFlag::Process => Ok(Transport::Process),
         TransportFlag::Tcp => Ok(Transport::Tcp),
         TransportFlag::Verbs => {
@@ -328,8 +329,9 @@ fn check_fault(
     if let Kind::Slow(_) = fault.kind {
         ensure!(
             transport == Transport::Tcp,
-            "a rate can only be set on --transport tcp: with process and verbs the reader reads \
-             the memory itself"
+            "a rate can only be set on --transport tcp, not on {}: with process and verbs, which \
+             auto may take, the reader reads the memory itself",
+            transport.name()
         );
     }
     Ok(())

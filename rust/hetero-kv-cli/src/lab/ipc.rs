@@ -52,12 +52,26 @@ pub(super) struct EngineConfig {
 /// Ways to read a rank in a lab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Transport {
+    /// The best that its probe reaches, for each pair of ranks.
+    Auto,
     /// Straight from the other process's memory.
     Process,
     /// Sockets.
     Tcp,
     /// RDMA.
     Verbs,
+}
+
+impl Transport {
+    /// As the flag has it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Process => "process",
+            Self::Tcp => "tcp",
+            Self::Verbs => "verbs",
+        }
+    }
 }
 
 /// One rank, as its process is told at start.
@@ -200,7 +214,7 @@ impl Load {
 }
 
 /// A source rank as a `Route` names it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct RankName {
     pub(super) engine: String,
     pub(super) incarnation: u64,
@@ -224,6 +238,8 @@ pub(super) struct SourceRead {
     pub(super) tp: u32,
     pub(super) bytes: u64,
     pub(super) transport: String,
+    /// Why the session reads by that one; `None` when it has been given up or goes by another.
+    pub(super) why: Option<String>,
 }
 
 /// A moment's figures of an engine.

@@ -10,11 +10,13 @@ use hetero_kv_core::ids::{DpRank, EngineId, PpRank, TpRank};
 use hetero_kv_core::plan::{Route, Striping};
 use hetero_kv_core::step::{PeerCard, StepOrders};
 use hetero_kv_core::wire::card::TcpEndpoint;
-use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
+use hetero_kv_transport::reader::{PeerStats, ReaderOptions, TransportChoice};
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
 use hetero_kv_transport::verbs::VerbsOptions;
-use hetero_kv_transport::worker::{LoadReport, VerbsUse, WorkerOptions, WorkerPlace, WorkerSide};
+use hetero_kv_transport::worker::{
+    LoadReport, SourceRead as RouteRead, VerbsUse, WorkerOptions, WorkerPlace, WorkerSide,
+};
 
 use super::fault::Role;
 use super::host;
@@ -65,6 +67,14 @@ fn name_of(route: &Route) -> RankName {
     }
 }
 
+/// Why the session of this read goes by the read's transport.
+fn why(read: &RouteRead, sessions: &[PeerStats]) -> Option<String> {
+    let session = sessions
+        .iter()
+        .find(|session| Some(&session.route) == read.session.as_ref())?;
+    (session.transport?.as_str() == read.transport).then(|| session.why.clone())
+}
+
 struct Rank {
     /// Its tp and pp.
     place: (u32, u32),
@@ -108,6 +118,7 @@ impl Rank {
             server: ServerOptions::default(),
             reader: ReaderOptions {
                 choice: match engine.transport {
+                    Transport::Auto => TransportChoice::Auto,
                     Transport::Tcp => TransportChoice::Tcp,
                     Transport::Verbs => TransportChoice::Verbs,
                     Transport::Process => TransportChoice::Process,
@@ -116,9 +127,10 @@ impl Rank {
             },
             allow_ptracer: true,
             lease_slots: engine.lease_slots,
-            offer_process: engine.transport == Transport::Process,
-            offer_tcp: engine.transport == Transport::Tcp,
+            offer_process: matches!(engine.transport, Transport::Auto | Transport::Process),
+            offer_tcp: matches!(engine.transport, Transport::Auto | Transport::Tcp),
             verbs: match engine.transport {
+                Transport::Auto => VerbsUse::IfThere(VerbsOptions::default()),
                 Transport::Verbs => VerbsUse::Required(VerbsOptions::default()),
                 Transport::Process | Transport::Tcp => VerbsUse::Off,
             },
@@ -214,19 +226,17 @@ impl Rank {
         }
         let results = self.side.take_results();
         done.sent = results.sent;
+        let reader = self.side.figures().reader.unwrap_or_default();
         for report in results.received {
-            done.received.push(self.received(report));
+            done.received.push(self.received(report, &reader.peers));
         }
-        let figures = self.side.figures();
-        done.unquiesced = figures
-            .reader
-            .map_or(0, |reader| reader.jobs_unquiesced as u64);
+        done.unquiesced = reader.jobs_unquiesced as u64;
         Ok(done)
     }
 
     /// Compares every byte of a loaded prompt. Blocks of a failed load are written anew at once:
     /// from its report on nothing else may write them.
-    fn received(&mut self, report: LoadReport) -> Received {
+    fn received(&mut self, report: LoadReport, sessions: &[PeerStats]) -> Received {
         let blocks = self.loading.remove(&report.request_id).unwrap_or_default();
         let content = self.expected.remove(&report.request_id);
         let mut mismatched_bytes = 0;
@@ -273,6 +283,7 @@ impl Rank {
                         tp: read.route.tp_rank().0,
                         bytes: read.bytes,
                         transport: read.transport.to_owned(),
+                        why: why(read, sessions),
                     })
                     .collect(),
                 planned_bytes: report.planned_bytes,

@@ -13,6 +13,7 @@ use super::fault::Role;
 use super::ipc::Outcome;
 use super::span::Union;
 use super::trace::Agreement;
+use super::transports::Transports;
 use crate::output::{self, Verdict, columns};
 
 /// Loads whose times are kept for the percentiles.
@@ -50,7 +51,7 @@ pub(super) struct Found {
     pub(super) reading: Union,
     /// Reads and bytes.
     pub(super) reads_by_source: BTreeMap<SourceKey, (u64, u64)>,
-    pub(super) transports: BTreeMap<String, u64>,
+    pub(super) transports: Transports,
     pub(super) blocks_held: u32,
     pub(super) leases_held: u64,
     /// Requests and transfers that decode still knows.
@@ -206,7 +207,7 @@ pub(super) fn verdict(found: &Found) -> Verdict {
 }
 
 /// The keys of `docs/lab.md`, and no others.
-pub(super) fn json(found: &Found) -> Result<String> {
+pub(super) fn json(plan: &Plan, found: &Found) -> Result<String> {
     for fault in found.faults().iter().take(SHOWN_MAX) {
         output::tell(&format!("WRONG: {fault}\n"));
     }
@@ -225,6 +226,8 @@ pub(super) fn json(found: &Found) -> Result<String> {
         "bytes_moved": found.bytes_moved,
         "bytes_mismatched": found.bytes_mismatched,
         "reads_by_source": reads,
+        "transport": plan.transport.name(),
+        "transports": found.transports.json(),
         "blocks_held": found.blocks_held,
         "gb_per_s": found.gb_per_s(found.elapsed),
         "read_s": found.reading.total().as_secs_f64(),
@@ -287,7 +290,7 @@ pub(super) fn table(plan: &Plan, found: &Found) -> String {
     for (label, (count, example)) in &found.reasons {
         line(format!("  {count:>6} {label}: {example}"));
     }
-    let transports: Vec<&str> = found.transports.keys().map(String::as_str).collect();
+    let transports = found.transports.names();
     line(format!(
         "bytes       {} moved by {} ({:.3} GB/s over the whole run, filling and comparing \
          included), {} compared unequal",
@@ -300,6 +303,9 @@ pub(super) fn table(plan: &Plan, found: &Found) -> String {
         found.gb_per_s(found.elapsed),
         found.bytes_mismatched,
     ));
+    for row in found.transports.rows(plan.transport.name()) {
+        line(row);
+    }
     if let Some(LoadTimes { p50, p90, p99, max }) = found.load_times() {
         let reading = found.reading.total();
         line(format!(

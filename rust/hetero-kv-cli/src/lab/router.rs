@@ -300,11 +300,10 @@ impl<'a> Router<'a> {
                 *bytes += read.bytes;
             }
             self.found.bytes_moved += read.bytes;
-            *self
-                .found
-                .transports
-                .entry(read.transport.clone())
-                .or_default() += 1;
+        }
+        if let Some(state) = self.in_flight.get(&request) {
+            let reader = self.cluster.engines[state.engine].place();
+            self.found.transports.note(reader, &load.reads);
         }
         if let (Some(trace), Some(state)) = (&mut self.trace, self.in_flight.get(&request)) {
             let reader = self.cluster.engines[state.engine].place();

@@ -13,8 +13,12 @@ const GQA: &str = "--kv gqa:4:16";
 const MLA: &str = "--kv mla:64";
 
 /// Runs with `--json` and parses it.
-fn lab(words: &str) -> (Run, Value) {
-    let run = hetero_kv(&format!("lab {words} --json"));
+pub(crate) fn lab(words: &str) -> (Run, Value) {
+    parsed(hetero_kv(&format!("lab {words} --json")))
+}
+
+/// What a run with `--json` printed.
+pub(crate) fn parsed(run: Run) -> (Run, Value) {
     let json = serde_json::from_str(&run.stdout)
         .unwrap_or_else(|error| panic!("{error}: {:?}\n{}", run.stdout, run.stderr));
     (run, json)
@@ -31,7 +35,7 @@ fn requests(json: &Value) -> [u64; 4] {
 }
 
 /// Nothing wrong: exit 0, no byte unequal, nothing held.
-fn assert_clean((run, json): &(Run, Value)) {
+pub(crate) fn assert_clean((run, json): &(Run, Value)) {
     assert_eq!(run.code, 0, "{json}\n{}", run.stderr);
     assert_eq!(number(json, "bytes_mismatched"), 0);
     assert_eq!(number(json, "blocks_held"), 0);
@@ -176,6 +180,8 @@ fn json_has_the_documented_keys_and_stdout_nothing_else() {
         "bytes_moved",
         "bytes_mismatched",
         "reads_by_source",
+        "transport",
+        "transports",
         "blocks_held",
         "gb_per_s",
         "read_s",
@@ -284,7 +290,8 @@ fn the_page_has_every_flag_and_every_key() {
     let (_, json) = lab(&format!(
         "--prefill dp=1,tp=1 --decode dp=1,tp=1 {MLA} --requests 1"
     ));
-    for object in [&json, &json["requests"], &json["load_ms"]] {
+    let taken = &json["transports"]["process"];
+    for object in [&json, &json["requests"], &json["load_ms"], taken] {
         for key in object.as_object().expect("an object").keys() {
             assert!(
                 page.contains(&format!("`{key}`")),
@@ -511,7 +518,11 @@ fn what_cannot_run_is_refused_by_name() {
         ),
         (
             format!("{pair} {MLA} --requests 1 --fault slow-prefill@0=5"),
-            &["slow-prefill", "--transport tcp"],
+            &["slow-prefill", "--transport tcp", "not on process"],
+        ),
+        (
+            format!("{pair} {MLA} --requests 1 --transport auto --fault slow-decode@0=5"),
+            &["slow-decode", "--transport tcp", "not on auto"],
         ),
         (
             format!("{pair} {MLA} --requests 1 --fault kill-prefill:1@0.5"),

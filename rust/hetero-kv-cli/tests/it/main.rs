@@ -3,6 +3,7 @@
 mod cluster;
 mod doctor;
 mod lab;
+mod lab_transports;
 mod output;
 mod plan;
 mod run;

@@ -41,6 +41,7 @@ fn read() -> SourceRead {
         tp: 1,
         bytes: 64,
         transport: "process".into(),
+        why: None,
     }
 }
 

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::report::{HETERO_KV, Report, doctor, quick, quick_line, skip, words_of};
+use crate::run::without_process_memory;
 
 #[test]
 fn a_taken_port_is_named_with_its_holder() {
@@ -171,33 +172,11 @@ fn a_missing_rdma_device_fails_where_one_is_required() {
     );
 }
 
-/// A filter that answers `process_vm_readv` with EPERM, as container runtimes' profiles do, and
-/// lets everything else pass; then becomes what follows. BPF as in seccomp(2).
-const FORBID_PROCESS_VM_READV: &str = r#"
-import ctypes, os, platform, struct, sys
-number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
-program = b"".join(struct.pack("HBBI", *step) for step in [
-    (0x20, 0, 0, 0),              # load the call's number
-    (0x15, 0, 1, number),         # equal? else skip one
-    (0x06, 0, 0, 0x00050000 | 1), # answer EPERM
-    (0x06, 0, 0, 0x7fff0000),     # allow
-])
-kept = ctypes.create_string_buffer(program, len(program))
-filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
-libc = ctypes.CDLL(None, use_errno=True)
-for call in [(38, 1, 0, 0, 0), (22, 2, filter, 0, 0)]:
-    if libc.prctl(*call):
-        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-os.execv(sys.argv[1], sys.argv[1:])
-"#;
-
 #[test]
 fn forbidden_process_memory_is_named_with_its_filter() {
     let run = |transport: &str| {
-        let mut command = Command::new("python3");
-        command
-            .args(["-c", FORBID_PROCESS_VM_READV, HETERO_KV])
-            .args(words_of(&format!("--transport {transport}")));
+        let mut command = without_process_memory();
+        command.args(words_of(&format!("--transport {transport}")));
         command
     };
     match run("process").output() {
