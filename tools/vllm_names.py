@@ -102,6 +102,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
             "parallel_config",
             "speculative_config",
             "kv_transfer_config",
+            "lora_config",
         )
     },
     "vllm/config/parallel.py": {
@@ -112,6 +113,10 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_rank_local",
+            "data_parallel_size_local",
         )
     },
     "vllm/config/kv_transfer.py": {
@@ -120,6 +125,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/config/model.py": {
         "ModelConfig": (
             "model",
+            "served_model_name",
             "revision",
             "dtype",
             "use_mla",
