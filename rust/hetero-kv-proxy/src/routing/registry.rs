@@ -130,6 +130,17 @@ pub struct InstanceView {
     pub routable: bool,
 }
 
+/// What a pick looks at for each DP rank, side by side: it looks at those of all instances.
+#[derive(Debug, Clone, Copy)]
+struct Rank {
+    /// Legs under way.
+    in_flight: u32,
+    /// Number of the pick at which it was last chosen.
+    picked: u64,
+    /// When it is due, where turns go by weight.
+    due: u64,
+}
+
 #[derive(Debug)]
 struct Instance {
     index: InstanceIndex,
@@ -138,14 +149,10 @@ struct Instance {
     trust: Trust,
     standing: Standing,
     health: Health,
-    /// Legs for each DP rank, rank 0 first.
-    in_flight: Vec<u32>,
+    /// Rank 0 first.
+    ranks: Vec<Rank>,
     /// How much each rank gets beside those of others.
     weight: Weight,
-    /// Number of the pick at which each rank was last chosen.
-    picked: Vec<u64>,
-    /// When each rank is due, where they get turns by weight.
-    due: Vec<u64>,
     /// Transfers whose blocks it keeps for a decode leg.
     kept: u32,
     /// What it does for others, by its own words.
@@ -180,8 +187,12 @@ impl Instance {
         trusted && self.standing == Standing::Serving
     }
 
+    fn in_flight(&self) -> Vec<u32> {
+        self.ranks.iter().map(|rank| rank.in_flight).collect()
+    }
+
     fn is_idle(&self) -> bool {
-        self.kept == 0 && self.in_flight.iter().all(|count| *count == 0)
+        self.kept == 0 && self.ranks.iter().all(|rank| rank.in_flight == 0)
     }
 }
 
@@ -224,6 +235,8 @@ pub struct Pool {
 /// What a pick finds of one instance.
 #[derive(Debug, Clone, Copy)]
 struct Mark {
+    /// Of its health, where it may take the leg.
+    tier: Option<u8>,
     /// Its slots may be chosen.
     open: bool,
     /// Its load elsewhere is known.
@@ -289,7 +302,7 @@ impl Pool {
     /// Legs in flight at an instance by DP rank; none where it is not there.
     pub fn legs(&self, instance: InstanceIndex) -> Vec<u32> {
         let at = self.position(instance);
-        at.map(|at| self.instances[at].in_flight.clone())
+        at.map(|at| self.instances[at].in_flight())
             .unwrap_or_default()
     }
 
@@ -305,7 +318,7 @@ impl Pool {
         let Some(known) = self.get_mut(instance) else {
             return;
         };
-        if loads.len() != known.in_flight.len() || own.len() != loads.len() {
+        if loads.len() != known.ranks.len() || own.len() != loads.len() {
             return;
         }
         let ranks = loads.iter().zip(own);
@@ -347,10 +360,15 @@ impl Pool {
         self.next += 1;
         self.instances.push(Instance {
             index,
-            in_flight: vec![0; spec.dp as usize],
+            ranks: vec![
+                Rank {
+                    in_flight: 0,
+                    picked: 0,
+                    due: Weight::default().first_due(0),
+                };
+                spec.dp as usize
+            ],
             weight: Weight::default(),
-            picked: vec![0; spec.dp as usize],
-            due: vec![Weight::default().first_due(0); spec.dp as usize],
             spec,
             kind: KindId::SILENT,
             trust,
@@ -523,28 +541,35 @@ impl Pool {
             .find(|avoid| other_than(avoid))
             .unwrap_or_default();
         let usable = |known: &Instance| fits(known) && !avoid.contains(&known.index);
-        let best = self
-            .instances
-            .iter()
-            .filter(|known| usable(known))
-            .map(|known| known.health.tier(now_ms))
-            .min()
-            .ok_or(NoSlot::NoEngine(self.role))?;
-        let well = |known: &Instance| usable(known) && known.health.tier(now_ms) == best;
-        let weighs = |known: &Instance| well(known) && !known.weight.is_zero();
-        let spare = !self.instances.iter().any(weighs);
-        let preferred = |known: &Instance| well(known) && (spare || !known.weight.is_zero());
-        let others = |known: &Instance| preferred(known) && !ask.shun.contains(&known.index);
-        let shun = match self.instances.iter().any(others) {
-            true => ask.shun,
-            false => &[],
-        };
         // Once for each instance, and not for each of its slots.
         self.marks.clear();
         self.marks.extend(self.instances.iter().map(|known| Mark {
-            open: preferred(known) && !shun.contains(&known.index),
+            tier: usable(known).then(|| known.health.tier(now_ms)),
+            open: false,
             told: self.reads_load && known.elsewhere.known(now_ms, self.load_fresh_ms).is_some(),
         }));
+        let tiers = self.marks.iter().filter_map(|mark| mark.tier);
+        let best = tiers.min().ok_or(NoSlot::NoEngine(self.role))?;
+        let mut weighs = false;
+        for (mark, known) in self.marks.iter_mut().zip(&self.instances) {
+            mark.open = mark.tier == Some(best);
+            weighs |= mark.open && !known.weight.is_zero();
+        }
+        // Those of weight 0 stand in where no other does.
+        if weighs {
+            for (mark, known) in self.marks.iter_mut().zip(&self.instances) {
+                mark.open &= !known.weight.is_zero();
+            }
+        }
+        if !ask.shun.is_empty() {
+            let shunned = |known: &Instance| ask.shun.contains(&known.index);
+            let mut open = self.marks.iter().zip(&self.instances);
+            if open.any(|(mark, known)| mark.open && !shunned(known)) {
+                for (mark, known) in self.marks.iter_mut().zip(&self.instances) {
+                    mark.open &= !shunned(known);
+                }
+            }
+        }
         let mean = match self.reads_load {
             true => self.elsewhere_mean(now_ms),
             false => (0, 0),
@@ -556,8 +581,8 @@ impl Pool {
                 continue;
             }
             let (known, rank) = (&self.instances[slot.at], slot.rank as usize);
-            let in_flight = known.in_flight[rank];
-            if in_flight >= self.legs_max {
+            let own = known.ranks[rank];
+            if own.in_flight >= self.legs_max {
                 continue;
             }
             let (elsewhere, cache_used) = match mark.told {
@@ -566,11 +591,11 @@ impl Pool {
             };
             self.candidates.push(Candidate {
                 slot: position,
-                load: in_flight.saturating_add(elsewhere),
+                load: own.in_flight.saturating_add(elsewhere),
                 cache_used,
                 weight: known.weight.share(),
-                due: known.due[rank],
-                picked: known.picked[rank],
+                due: own.due,
+                picked: own.picked,
                 identity: slot.identity,
             });
         }
@@ -605,11 +630,11 @@ impl Pool {
         if !known.is_routable() {
             return Err(none());
         }
-        let (rank, count) = (0..)
-            .zip(&known.in_flight)
-            .min_by_key(|(_, count)| **count)
+        let (rank, own) = (0..)
+            .zip(&known.ranks)
+            .min_by_key(|(_, own)| own.in_flight)
             .ok_or_else(none)?;
-        match *count >= self.legs_max {
+        match own.in_flight >= self.legs_max {
             true => Err(NoSlot::Full),
             false => Ok((at, rank)),
         }
@@ -618,12 +643,12 @@ impl Pool {
     fn take(&mut self, at: usize, rank: u32, now_ms: u64) -> Picked {
         let known = &mut self.instances[at];
         let trial = known.health.on_begin(now_ms);
-        known.in_flight[rank as usize] += 1;
+        let own = &mut known.ranks[rank as usize];
+        own.in_flight += 1;
         self.picks += 1;
-        known.picked[rank as usize] = self.picks;
-        let due = &mut known.due[rank as usize];
-        self.turned = self.turned.max(*due);
-        *due = known.weight.next_due(self.turned);
+        own.picked = self.picks;
+        self.turned = self.turned.max(own.due);
+        own.due = known.weight.next_due(self.turned);
         let instance = known.index;
         Picked {
             slot: SlotId {
@@ -647,7 +672,7 @@ impl Pool {
         if slot.trial {
             known.health.on_trial_ended();
         }
-        let count = &mut known.in_flight[slot.rank as usize];
+        let count = &mut known.ranks[slot.rank as usize].in_flight;
         debug_assert!(*count > 0, "each pick is released once");
         *count = count.saturating_sub(1);
         known.standing != Standing::Serving && known.is_idle()
@@ -741,7 +766,7 @@ impl Pool {
             .map(|known| InstanceView {
                 index: known.index,
                 spec: known.spec.clone(),
-                in_flight_by_rank: known.in_flight.clone(),
+                in_flight_by_rank: known.in_flight(),
                 elsewhere_by_rank: known
                     .elsewhere
                     .known(now_ms, self.load_fresh_ms)

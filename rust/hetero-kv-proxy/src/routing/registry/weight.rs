@@ -62,8 +62,8 @@ impl Pool {
         if let Some(known) = self.get_mut(instance) {
             known.weight = Weight::new(weight);
             // The long step of a small weight does not keep it from the turns that it has now.
-            for due in &mut known.due {
-                *due = (*due).min(known.weight.first_due(all));
+            for rank in &mut known.ranks {
+                rank.due = rank.due.min(known.weight.first_due(all));
             }
         }
     }
