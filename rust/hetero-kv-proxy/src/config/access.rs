@@ -1,17 +1,38 @@
-//! Who may come in where: the listeners beside that of the clients, and keys.
+//! Who may come in where: the listeners and the keys.
 
 use std::path::Path;
 
-use super::{Faults, host_port};
+use super::faults::{Faults, fill};
+use super::host_port;
 use crate::auth::keys::Keys;
 use crate::auth::{ADMIN_KEY_BYTES_MIN, API_KEY_BYTES_MIN};
 use crate::cli::Settings;
 use crate::connectors::Connector;
 
-/// Three heartbeats of a MoRI-IO worker, one of which may be lost and one late.
-pub(super) const ZMQ_TTL_MS_MIN: u64 = 9_000;
-
 impl Faults {
+    /// Where clients come in.
+    pub(super) fn listen(&mut self, settings: &mut Settings) -> String {
+        let listen = fill(&mut settings.listen, "127.0.0.1:8000");
+        if let Err(fault) = host_port(&listen) {
+            self.add(format!("--listen {listen}: {fault}"));
+        }
+        listen
+    }
+
+    /// Where administrators come in, apart from the clients on `listen`.
+    pub(super) fn admin_listen(&mut self, settings: &Settings, listen: &str) -> Option<String> {
+        let admin = settings.admin_listen.as_ref()?;
+        if let Err(fault) = host_port(admin) {
+            self.add(format!("--admin-listen {admin}: {fault}"));
+        }
+        if admin == listen && !admin.ends_with(":0") {
+            self.add(format!(
+                "--admin-listen {admin}: is --listen too; clients must not reach administration"
+            ));
+        }
+        Some(admin.clone())
+    }
+
     fn keys(&mut self, flag: &str, path: Option<&Path>, bytes_min: usize) -> Option<Keys> {
         let read = Keys::read(path?, bytes_min);
         read.map_err(|fault| self.add(format!("{flag} {fault}")))
