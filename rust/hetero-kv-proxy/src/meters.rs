@@ -5,13 +5,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 
 use crate::histogram::Durations;
 use crate::instance::Instance;
-use crate::metrics::{InstanceLabels, LEG_OUTCOMES, LegLabels, Metrics, WorkerLabels};
+use crate::metrics::{InstanceLabels, LEG_OUTCOMES, LegLabels, Metrics, PairLabels, WorkerLabels};
 use crate::routing::{InstanceIndex, Role};
 use crate::sync::lock;
 
@@ -133,15 +132,6 @@ impl Metrics {
     }
 }
 
-/// Labels of a prefill worker and a decode worker that had to do with each other.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct PairLabels {
-    /// Base URL of the prefill instance, or `other`.
-    pub prefill: Arc<str>,
-    /// Base URL of the decode instance, or `other`.
-    pub decode: Arc<str>,
-}
-
 /// Pairs with metrics of their own: 16 by 16 workers. A histogram has 17 lines for each.
 const PAIRS_MAX: usize = 256;
 /// Stands for both workers of a pair beyond that.
@@ -164,17 +154,18 @@ struct Pair {
     failures: Counter,
 }
 
-impl Default for Pairs {
-    fn default() -> Self {
+impl Pairs {
+    pub(crate) fn new(
+        seconds: DurationsBy<PairLabels>,
+        failures: Family<PairLabels, Counter>,
+    ) -> Self {
         Self {
-            seconds: parts_by(),
-            failures: Family::default(),
+            seconds,
+            failures,
             known: Mutex::default(),
         }
     }
-}
 
-impl Pairs {
     /// A hand-over from one to the other took so long.
     pub(crate) fn took(&self, prefill: &Instance, decode: &Instance, took: Duration) {
         self.note(prefill, decode, |pair| pair.seconds.observe(took));
