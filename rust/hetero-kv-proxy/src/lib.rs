@@ -26,6 +26,7 @@ pub mod histogram;
 pub mod instance;
 pub mod lease;
 mod legs;
+mod listener;
 pub mod meters;
 pub mod metrics;
 pub mod mock;

@@ -12,7 +12,7 @@ use crate::config::{Config, host_port};
 use crate::reload::SetLogLevel;
 use crate::routing::Role;
 use crate::server::Door;
-use crate::{probe, reload, server, workers};
+use crate::{listener, probe, reload, server, workers};
 
 /// Serves until SIGTERM or SIGINT, then drains. SIGHUP reads the files again, for which
 /// `set_log_level` changes what is logged.
@@ -29,13 +29,13 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
         }
     };
     let (host, port) = host_port(&config.listen).map_err(anyhow::Error::msg)?;
-    let listener = server::bind(&host, port)
+    let listener = listener::bind(&host, port)
         .await
         .with_context(|| format!("listening on {}", config.listen))?;
     let admin = match &config.admin_listen {
         Some(address) => {
             let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
-            let bound = server::bind(&host, port).await;
+            let bound = listener::bind(&host, port).await;
             Some(bound.with_context(|| format!("listening on {address} for administrators"))?)
         }
         None => None,
@@ -43,7 +43,7 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
     let zmq = match &config.zmq_listen {
         Some(address) => {
             let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
-            let bound = server::bind(&host, port).await;
+            let bound = listener::bind(&host, port).await;
             Some(bound.with_context(|| format!("listening on {address} for ZeroMQ"))?)
         }
         None => None,
@@ -125,8 +125,7 @@ impl Proxy {
                 tracing::info!(listen = %bound, "serving administrators");
                 admin_address = Some(bound);
             }
-            let stopped = app.stop.subscribe();
-            tokio::spawn(server::run(Arc::clone(&app), door, listener, stopped));
+            tokio::spawn(server::run(Arc::clone(&app), door, listener));
         }
         let may_register = admin_address.is_some() || zmq.is_some();
         if may_register {
@@ -135,8 +134,8 @@ impl Proxy {
         if let Some(listener) = zmq {
             let bound = listener.local_addr().context("ZeroMQ's address")?;
             tracing::info!(listen = %bound, "registering over ZeroMQ");
-            let (ttl, stopped) = (app.config().zmq_ttl, app.stop.subscribe());
-            tokio::spawn(workers::zmq::run(Arc::clone(&app), listener, ttl, stopped));
+            let ttl = app.config().zmq_ttl;
+            tokio::spawn(workers::zmq::run(Arc::clone(&app), listener, ttl));
         }
         tracing::info!(
             listen = %address,

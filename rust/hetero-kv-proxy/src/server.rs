@@ -1,62 +1,28 @@
-//! Listening, serving connections, and the route table.
+//! Connections of clients and administrators, and the route table.
 
 use std::future::{Future, poll_fn};
-use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use http::{HeaderValue, Method, Request, header};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 use crate::answer::{self, Answer, Record};
 use crate::app::App;
 use crate::auth;
 use crate::client_io::{ClientIo, HeadWatch};
+use crate::listener::{self, Acceptor};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::{admin, completions, fanout, relay, running, workers};
 
-/// Connections that the kernel holds for us; a burst of as many connects is not refused. The
-/// system's `somaxconn` may be lower and then counts.
-const BACKLOG: u32 = 4_096;
 /// Aborts running requests, at the path of vLLM's own.
 const ABORT: &str = "/abort_requests";
-/// Pause after a failed accept, such as one for want of descriptors, which ends when a connection
-/// closes.
-pub(crate) const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
-/// Binds the first address of `host` that can be bound.
-///
-/// # Errors
-/// The error of the last address tried, or that of the name.
-pub async fn bind(host: &str, port: u16) -> io::Result<TcpListener> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in tokio::net::lookup_host((host, port)).await? {
-        match bind_one(address) {
-            Ok(listener) => return Ok(listener),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
-fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = match address {
-        SocketAddr::V4(_) => TcpSocket::new_v4()?,
-        SocketAddr::V6(_) => TcpSocket::new_v6()?,
-    };
-    // A restart finds connections of the last run in TIME_WAIT.
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(BACKLOG)
-}
 
 /// Who comes in by a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,43 +36,21 @@ pub enum Door {
 /// Connections that a worker of [`crate::workers`] or an administrator may hold, all together.
 pub(crate) const ADMIN_CONNECTIONS_MAX: usize = 2_048;
 
-/// Accepts and serves until `stop` turns true, then stops accepting and returns; connections end
-/// by themselves and are in `app.tasks`.
-pub async fn run(
-    app: Arc<App>,
-    door: Door,
-    listener: TcpListener,
-    mut stop: watch::Receiver<bool>,
-) {
-    let connections = Arc::new(Semaphore::new(match door {
-        Door::Clients => app.config().connections_max,
-        Door::Administrators => ADMIN_CONNECTIONS_MAX,
-    }));
-    loop {
-        let accept = async {
-            // The semaphore is never closed.
-            let permit = Arc::clone(&connections).acquire_owned().await.ok()?;
-            Some((listener.accept().await, permit))
-        };
-        let accepted = tokio::select! {
-            accepted = accept => accepted,
-            _ = stop.wait_for(|stop| *stop) => return,
-        };
-        match accepted {
-            Some((Ok((stream, _)), permit)) => {
-                let serve = connection(Arc::clone(&app), door, stream, stop.clone());
-                app.tasks.spawn(async move {
-                    serve.await;
-                    drop(permit);
-                });
-            }
-            Some((Err(error), _)) => {
-                tracing::warn!(%error, "accept failed");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
-            None => return,
-        }
-    }
+/// Accepts and serves until the proxy stops, then stops accepting and returns; connections end by
+/// themselves and are in `app.tasks`.
+pub async fn run(app: Arc<App>, door: Door, listener: TcpListener) {
+    let stop = app.stop.subscribe();
+    let acceptor = Acceptor {
+        listener,
+        connections: Arc::new(Semaphore::new(match door {
+            Door::Clients => app.config().connections_max,
+            Door::Administrators => ADMIN_CONNECTIONS_MAX,
+        })),
+        tasks: app.tasks.clone(),
+        stop: stop.clone(),
+    };
+    let serve = |stream, _| connection(Arc::clone(&app), door, stream, stop.clone());
+    acceptor.run(serve, listener::log_failure).await;
 }
 
 async fn connection(app: Arc<App>, door: Door, stream: TcpStream, mut stop: watch::Receiver<bool>) {

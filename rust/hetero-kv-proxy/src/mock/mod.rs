@@ -25,7 +25,8 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::task::TaskTracker;
 
-use crate::server;
+use crate::listener::{self, Acceptor, until_stopped};
+use crate::tell;
 use cli::{MockArgs, Role};
 use counters::Counters;
 use fault::Faults;
@@ -74,7 +75,7 @@ impl Mock {
         for listen in &args.listen {
             for place in 0..listen.workers {
                 let port = listen.port_of(place)?;
-                let listener = server::bind(&listen.host, port)
+                let listener = listener::bind(&listen.host, port)
                     .await
                     .with_context(|| format!("listening on {}:{port}", listen.host))?;
                 let worker = Arc::new(Worker {
@@ -91,14 +92,22 @@ impl Mock {
         let mut workers = Vec::new();
         for (listener, worker) in bound {
             workers.push(Arc::clone(&worker));
-            let accept = serve::accept(
-                worker,
+            let acceptor = Acceptor {
                 listener,
-                Arc::clone(&connections),
-                tasks.clone(),
-                stopped.clone(),
-            );
-            tasks.spawn(accept);
+                connections: Arc::clone(&connections),
+                tasks: tasks.clone(),
+                stop: stopped.clone(),
+            };
+            let stopped = stopped.clone();
+            tasks.spawn(acceptor.run(
+                move |stream, _| {
+                    let served = serve::connection(Arc::clone(&worker), stream);
+                    until_stopped(stopped.clone(), served)
+                },
+                |error| {
+                    tell::line(format_args!("hetero-kv-proxy mock: accept failed: {error}"));
+                },
+            ));
         }
         Ok(Self {
             workers,

@@ -11,10 +11,8 @@ use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::json;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
-use tokio_util::task::TaskTracker;
 
 use super::Worker;
 use super::answer::{Script, params};
@@ -31,8 +29,6 @@ use crate::openai::error::ApiError;
 const HEAD_TIMEOUT: Duration = Duration::from_secs(600);
 /// Longest wait for a request's body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pause after a failed accept.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why a connection is closed instead of an answer.
 #[derive(Debug, thiserror::Error)]
@@ -41,46 +37,8 @@ pub struct Closed;
 
 type Answer = Response<MockBody>;
 
-/// Accepts and serves until `stop` turns true.
-pub async fn accept(
-    worker: Arc<Worker>,
-    listener: TcpListener,
-    connections: Arc<Semaphore>,
-    tasks: TaskTracker,
-    mut stop: watch::Receiver<bool>,
-) {
-    loop {
-        let accept = async {
-            // The semaphore is never closed.
-            let permit = Arc::clone(&connections).acquire_owned().await.ok()?;
-            Some((listener.accept().await, permit))
-        };
-        let accepted = tokio::select! {
-            accepted = accept => accepted,
-            _ = stop.wait_for(|stop| *stop) => return,
-        };
-        match accepted {
-            Some((Ok((stream, _)), permit)) => {
-                let worker = Arc::clone(&worker);
-                let mut stop = stop.clone();
-                tasks.spawn(async move {
-                    tokio::select! {
-                        () = connection(worker, stream) => {}
-                        _ = stop.wait_for(|stop| *stop) => {}
-                    }
-                    drop(permit);
-                });
-            }
-            Some((Err(error), _)) => {
-                crate::tell::line(format_args!("hetero-kv-proxy mock: accept failed: {error}"));
-                sleep(ACCEPT_PAUSE).await;
-            }
-            None => return,
-        }
-    }
-}
-
-async fn connection(worker: Arc<Worker>, stream: TcpStream) {
+/// Serves one connection to its end.
+pub async fn connection(worker: Arc<Worker>, stream: TcpStream) {
     // A chunk of one token is far smaller than a segment: it must not wait for another.
     if stream.set_nodelay(true).is_err() {
         return;

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use tokio::time::Instant;
 
 use crate::client::Client;
@@ -214,6 +214,51 @@ async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
     let start = Instant::now();
     assert_eq!(exit_code(child).await, Some(0));
     assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+#[tokio::test]
+async fn without_descriptors_connections_wait_and_accepting_backs_off() {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    let (child, address, mut log) = serve(&p, &d);
+    let pid = Some(Pid::from_child(&child));
+    let child = Started(Some(child));
+    let health = async |client: &mut Client| {
+        client.get("/health").await;
+        client.reply().await.status
+    };
+    let mut open = Client::connect(address).await;
+    assert_eq!(health(&mut open).await, 200);
+    let limit = getrlimit(Resource::Nofile);
+    let allow = |current| {
+        let maximum = limit.maximum;
+        let allowed = Rlimit { current, maximum };
+        prlimit(pid, Resource::Nofile, allowed).expect("a process of ours");
+    };
+    // Those that are open stay so.
+    allow(Some(1));
+    let mut waiting = Client::connect(address).await;
+    let waited = {
+        let reply = health(&mut waiting);
+        tokio::pin!(reply);
+        let early = tokio::time::timeout(Duration::from_millis(500), &mut reply).await;
+        assert!(early.is_err(), "it is not accepted");
+        assert_eq!(health(&mut open).await, 200);
+        allow(limit.current);
+        tokio::time::timeout(Duration::from_secs(5), reply).await
+    };
+    assert_eq!(waited.expect("an answer"), 200);
+    let child = child.into_child();
+    signal(&child, Signal::TERM);
+    drop((open, waiting));
+    assert_eq!(exit_code(child).await, Some(0));
+    let mut text = String::new();
+    log.read_to_string(&mut text).expect("UTF-8");
+    let failed = text.matches("accept failed").count();
+    assert!((2..=20).contains(&failed), "{failed} times in 500 ms");
 }
 
 #[tokio::test]

@@ -5,11 +5,12 @@ mod frame;
 mod zmtp;
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 
 use self::frame::{Announced, announced};
 use self::zmtp::{Fault, Limits, Peer};
@@ -18,9 +19,10 @@ use super::{Facts, change};
 use crate::app::App;
 use crate::config::{Worker, WorkerFault, assemble_worker};
 use crate::connectors::Connector;
+use crate::listener::{self, Acceptor, until_stopped};
 use crate::metrics::OutcomeLabels;
 use crate::openai::error::ApiError;
-use crate::server::{ACCEPT_PAUSE, ADMIN_CONNECTIONS_MAX};
+use crate::server::ADMIN_CONNECTIONS_MAX;
 use crate::sync::lock;
 
 /// A registration is 200 bytes.
@@ -46,48 +48,25 @@ struct Refusal {
     text: String,
 }
 
-/// Accepts and registers until `stop` turns true. A worker is good for `ttl` from each frame.
-pub(crate) async fn run(
-    app: Arc<App>,
-    listener: TcpListener,
-    ttl: Duration,
-    mut stop: watch::Receiver<bool>,
-) {
-    let connections = Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX));
+/// Accepts and registers until the proxy stops. A worker is good for `ttl` from each frame.
+pub(crate) async fn run(app: Arc<App>, listener: TcpListener, ttl: Duration) {
+    let stop = app.stop.subscribe();
+    let acceptor = Acceptor {
+        listener,
+        connections: Arc::new(Semaphore::new(ADMIN_CONNECTIONS_MAX)),
+        tasks: app.tasks.clone(),
+        stop: stop.clone(),
+    };
     let desk = Arc::new(Desk {
         app,
         ttl,
         refusals: Mutex::default(),
     });
-    loop {
-        let accept = async {
-            // The semaphore is never closed.
-            let permit = Arc::clone(&connections).acquire_owned().await.ok()?;
-            Some((listener.accept().await, permit))
-        };
-        let accepted = tokio::select! {
-            accepted = accept => accepted,
-            _ = stop.wait_for(|stop| *stop) => return,
-        };
-        match accepted {
-            Some((Ok((stream, from)), permit)) => {
-                let (desk, mut stop) = (Arc::clone(&desk), stop.clone());
-                tokio::spawn(async move {
-                    let from = from.to_string();
-                    tokio::select! {
-                        () = desk.serve(stream, &from) => {}
-                        _ = stop.wait_for(|stop| *stop) => {}
-                    }
-                    drop(permit);
-                });
-            }
-            Some((Err(error), _)) => {
-                tracing::warn!(%error, "accept failed");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
-            None => return,
-        }
-    }
+    let serve = |stream, from: SocketAddr| {
+        let (desk, stop) = (Arc::clone(&desk), stop.clone());
+        async move { until_stopped(stop, desk.serve(stream, &from.to_string())).await }
+    };
+    acceptor.run(serve, listener::log_failure).await;
 }
 
 impl Desk {
