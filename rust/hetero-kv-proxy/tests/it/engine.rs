@@ -260,6 +260,16 @@ impl Engine {
     }
 }
 
+/// A prefill and a decode engine, and the blocks of both.
+pub(crate) async fn pair() -> (Blocks, Engine, Engine) {
+    let blocks = Blocks::default();
+    let (p, d) = (
+        Engine::prefill(&blocks).await,
+        Engine::decode(&blocks).await,
+    );
+    (blocks, p, d)
+}
+
 async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
     stream.set_nodelay(true).expect("no delay");
     let (mut reader, mut writer) = stream.into_split();

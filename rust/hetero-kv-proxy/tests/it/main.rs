@@ -4,6 +4,7 @@
 //! and returns params; decode frees them. The client speaks HTTP by hand, so that a test sees every
 //! byte and when it came.
 
+mod admin;
 mod admission;
 mod auth;
 mod auto;

@@ -5,6 +5,7 @@ use hetero_kv_proxy::config::Config;
 use hetero_kv_proxy::run::Proxy;
 use serde_json::{Value, json};
 
+use crate::admin::tell;
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Script, freed};
 use crate::{COMPLETIONS, PROMPT, post, proxy_with, until};
@@ -192,10 +193,7 @@ async fn a_model_that_no_worker_tells_is_404_where_all_tell_theirs() {
 }
 
 async fn admin(proxy: &Proxy, path: &str, body: &Value) -> (u16, Value) {
-    let address = proxy.admin_address.expect("a listener for administrators");
-    let mut client = Client::connect(address).await;
-    client.post(path, &[], body.to_string().as_bytes()).await;
-    let reply = client.reply().await;
+    let reply = tell(proxy, path, body).await;
     (reply.status, reply.json())
 }
 

@@ -5,6 +5,7 @@ use hetero_kv_proxy::config::Config;
 use hetero_kv_proxy::run::Proxy;
 use serde_json::{Value, json};
 
+use crate::admin;
 use crate::client::{Client, Reply};
 use crate::engine::{Blocks, Engine, freed};
 use crate::pairs::{counts, engines, transfers};
@@ -37,29 +38,21 @@ fn by_revision(p: &[Engine], d: &[Engine]) -> [(Vec<String>, Vec<String>); 2] {
     ["v1", "v2"].map(|revision| (of(&P, &p, revision), of(&D, &d, revision)))
 }
 
-async fn ask(proxy: &Proxy, send: impl AsyncFnOnce(&mut Client)) -> Reply {
-    let address = proxy.admin_address.expect("a listener for administrators");
-    let mut client = Client::connect(address).await;
-    send(&mut client).await;
+async fn put(proxy: &Proxy, body: &str) -> Reply {
+    let mut client = admin::connect(proxy).await;
+    client.put("/v1/revisions", body.as_bytes()).await;
     client.reply().await
 }
 
-async fn put(proxy: &Proxy, body: &str) -> Reply {
-    ask(proxy, async |client| {
-        client.put("/v1/revisions", body.as_bytes()).await
-    })
-    .await
-}
-
 async fn shown(proxy: &Proxy) -> Value {
-    let reply = ask(proxy, async |client| client.get("/v1/revisions").await).await;
+    let reply = admin::look(proxy, "/v1/revisions").await;
     assert_eq!(reply.status, 200);
     reply.json()["revisions"].clone()
 }
 
 async fn drain(proxy: &Proxy, id: &str) {
     let path = format!("/v1/workers/{id}/drain");
-    let reply = ask(proxy, async |client| client.post(&path, &[], b"").await).await;
+    let reply = admin::order(proxy, &path).await;
     assert_eq!(reply.status, 200, "{}", reply.text());
 }
 
@@ -125,7 +118,7 @@ async fn a_revision_that_is_away_gives_its_share_to_the_other_and_none_is_served
     // Nor are revisions without a weight a last resort.
     assert_eq!(put(&proxy, r#"{"weights":{"v3":1}}"#).await.status, 200);
     let undrain = "/v1/workers/prefill-2/undrain";
-    ask(&proxy, async |client| client.post(undrain, &[], b"").await).await;
+    admin::order(&proxy, undrain).await;
     let reply = post(&proxy, COMPLETIONS, PROMPT).await;
     assert_eq!(
         (reply.status, reply.error_code().as_str()),
@@ -220,7 +213,7 @@ async fn weights_change_while_the_proxy_runs() {
         metric(&proxy, "revision_requests_total{revision=\"v2\"}").await,
         0.0
     );
-    let reply = ask(&proxy, async |client| client.delete("/v1/revisions").await).await;
+    let reply = admin::delete(&proxy, "/v1/revisions").await;
     assert_eq!(
         (reply.status, reply.headers["allow"].as_str()),
         (405, "GET, HEAD, PUT")

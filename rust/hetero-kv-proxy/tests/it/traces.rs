@@ -7,6 +7,7 @@ use hetero_kv_proxy::cli::Settings;
 use hetero_kv_proxy::run::Proxy;
 use serde_json::Value;
 
+use crate::admin;
 use crate::client::{Client, Reply};
 use crate::engine::{Blocks, Engine, Script};
 use crate::{COMPLETIONS, STREAM, proxy_with, until, urls};
@@ -36,9 +37,7 @@ async fn send(proxy: &Proxy, id: &str) -> Reply {
 }
 
 async fn look(proxy: &Proxy, id: &str) -> Reply {
-    let mut client = Client::connect(proxy.admin_address.expect("a listener")).await;
-    client.get(&format!("/v1/trace/{id}")).await;
-    client.reply().await
+    admin::look(proxy, &format!("/v1/trace/{id}")).await
 }
 
 /// Name, row, begin and length of the complete events, after what Chrome's format asks of each:

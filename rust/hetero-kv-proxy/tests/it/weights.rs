@@ -4,21 +4,12 @@ use hetero_kv_proxy::cli::Settings;
 use hetero_kv_proxy::run::Proxy;
 use serde_json::{Value, json};
 
-use crate::client::{Client, Reply};
+use crate::admin::{list, tell};
 use crate::engine::{Blocks, Engine};
 use crate::{COMPLETIONS, PROMPT, post, proxy_with, until};
 
-async fn tell(proxy: &Proxy, path: &str, body: &Value) -> Reply {
-    let mut client = Client::connect(proxy.admin_address.expect("a listener")).await;
-    client.post(path, &[], body.to_string().as_bytes()).await;
-    client.reply().await
-}
-
 async fn weight_of(proxy: &Proxy, url: &str) -> Value {
-    let mut client = Client::connect(proxy.admin_address.expect("a listener")).await;
-    client.get("/workers").await;
-    let workers = client.reply().await.json();
-    let workers = workers.as_array().expect("a list").clone();
+    let workers = list(proxy).await;
     let found = workers.iter().find(|worker| worker["url"] == url);
     found.expect("it is there")["weight"].clone()
 }
