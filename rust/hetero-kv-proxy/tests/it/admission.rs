@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Ended, Engine, Script, freed};
+use crate::engine::{Blocks, Ended, Script, engines, freed, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
 
 fn slow(ms: u64, script: Script) -> Script {
@@ -32,10 +32,7 @@ async fn a_worker_gets_no_more_legs_than_it_may_and_the_rest_wait_in_order() {
     const CLIENTS: usize = 100;
     const LIMIT: usize = 4;
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     p.always(slow(60, Script::Prefill));
     let settings = Settings {
         prefill_requests_max: Some(LIMIT as u32),
@@ -73,12 +70,7 @@ async fn a_worker_gets_no_more_legs_than_it_may_and_the_rest_wait_in_order() {
 
 #[tokio::test]
 async fn a_limit_holds_for_each_rank_of_each_instance() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     for engine in [&p0, &p1] {
         engine.always(slow(30, Script::Prefill));
     }
@@ -101,11 +93,7 @@ async fn a_limit_holds_for_each_rank_of_each_instance() {
 
 #[tokio::test]
 async fn a_full_queue_is_429_and_a_long_wait_503_both_with_retry_after() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.once(slow(2_000, Script::Prefill));
     let settings = Settings {
         worker_requests_max: Some(1),
@@ -148,11 +136,7 @@ async fn a_full_queue_is_429_and_a_long_wait_503_both_with_retry_after() {
 
 #[tokio::test]
 async fn requests_over_the_limit_in_all_wait_in_order_and_are_served() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.always(slow(40, Script::Prefill));
     let settings = Settings {
         requests_max: Some(1),
@@ -186,11 +170,7 @@ async fn requests_over_the_limit_in_all_wait_in_order_and_are_served() {
 
 #[tokio::test]
 async fn a_client_that_leaves_the_queue_makes_room_in_it_and_sends_nothing() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     for (requests_max, phase) in [(4_096, "queue"), (1, "admit")] {
         let settings = Settings {
             worker_requests_max: Some(1),
@@ -223,11 +203,7 @@ async fn a_client_that_leaves_the_queue_makes_room_in_it_and_sends_nothing() {
 
 #[tokio::test]
 async fn a_drain_sends_away_what_has_not_begun_and_ends_what_has() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         worker_requests_max: Some(1),
         ..Settings::default()
@@ -257,10 +233,7 @@ async fn a_drain_sends_away_what_has_not_begun_and_ends_what_has() {
 #[tokio::test]
 async fn nothing_is_prefilled_before_decode_has_room() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let settings = Settings {
         decode_requests_max: Some(1),
         ..Settings::default()
@@ -282,11 +255,7 @@ async fn nothing_is_prefilled_before_decode_has_room() {
 
 #[tokio::test]
 async fn what_is_relayed_counts_against_the_limit_of_decode() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         decode_requests_max: Some(1),
         ..Settings::default()

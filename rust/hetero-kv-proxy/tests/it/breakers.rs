@@ -8,7 +8,7 @@ use hetero_kv_proxy::run::Proxy;
 use tokio::time::sleep;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Script, engines, pair};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
 
 const ERROR: &str = r#"{"error": {"message":"no","code":500}}"#;
@@ -37,12 +37,7 @@ async fn opens(proxy: &Proxy, role: &str) -> f64 {
 
 #[tokio::test]
 async fn a_prefill_whose_legs_fail_is_kept_out_and_taken_back_by_one_trial() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let proxy = proxy_with(settings(), &urls(&[&p0, &p1]), &urls(&[&d])).await;
     p0.always(answer(500));
     let mut failed = 0;
@@ -80,12 +75,7 @@ async fn a_prefill_whose_legs_fail_is_kept_out_and_taken_back_by_one_trial() {
 
 #[tokio::test]
 async fn what_is_not_the_engines_fault_keeps_none_out() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let settings = Settings {
         request_timeout_s: Some(1),
         ..settings()
@@ -121,11 +111,7 @@ async fn what_is_not_the_engines_fault_keeps_none_out() {
 
 #[tokio::test]
 async fn the_last_engine_of_a_role_is_tried_however_often_it_failed() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy_with(settings(), &urls(&[&p]), &urls(&[&d])).await;
     p.always(answer(503));
     for _ in 0..20 {
@@ -140,12 +126,7 @@ async fn the_last_engine_of_a_role_is_tried_however_often_it_failed() {
 
 #[tokio::test]
 async fn a_burst_in_which_some_connections_break_keeps_none_out() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let settings = Settings {
         pool_idle_timeout_ms: Some(0),
         ..settings()
@@ -173,12 +154,7 @@ async fn a_burst_in_which_some_connections_break_keeps_none_out() {
 
 #[tokio::test]
 async fn a_prefill_without_handles_and_a_decode_whose_loads_fail_are_kept_out() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p0, p1], [d0, d1]) = engines(&Blocks::default()).await;
     let proxy = proxy_with(settings(), &urls(&[&p0, &p1]), &urls(&[&d0, &d1])).await;
     p0.always(Script::Answer(200, "application/json", r#"{"choices":[]}"#));
     for _ in 0..12 {

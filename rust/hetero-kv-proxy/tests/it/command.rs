@@ -9,7 +9,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, pr
 use tokio::time::Instant;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Engine, Script, pair};
 use crate::{COMPLETIONS, STREAM};
 
 fn command() -> Command {
@@ -182,11 +182,7 @@ async fn exit_code(mut child: Child) -> Option<i32> {
 
 #[tokio::test]
 async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let events = vec!["data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"];
     d.once(Script::Stream(events.clone(), Duration::from_millis(200)));
     let (child, address, _log) = serve(&p, &d);
@@ -218,11 +214,7 @@ async fn sigterm_lets_a_stream_end_and_a_second_signal_does_not_wait() {
 
 #[tokio::test]
 async fn without_descriptors_connections_wait_and_accepting_backs_off() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let (child, address, mut log) = serve(&p, &d);
     let pid = Some(Pid::from_child(&child));
     let child = Started(Some(child));
@@ -263,11 +255,7 @@ async fn without_descriptors_connections_wait_and_accepting_backs_off() {
 
 #[tokio::test]
 async fn a_request_is_one_line_at_debug_none_at_info_and_no_line_has_its_prompt_or_key() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let keys = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(keys.path(), "sk-secret-of-the-client\n").expect("keys");
     let keys = keys.path().to_str().expect("UTF-8");

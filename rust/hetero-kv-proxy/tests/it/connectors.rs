@@ -7,7 +7,7 @@ use hetero_kv_proxy::run::Proxy;
 use serde_json::json;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Engine, Script, pair};
 use crate::{COMPLETIONS, PROMPT, metric, post, proxy, proxy_with, until, urls};
 
 /// A prefill answer for its token limit, with params that a re-serialising proxy would change.
@@ -81,11 +81,7 @@ async fn several_sequences_fan_out_on_decode_where_one_transfer_cannot_serve_the
         assert_eq!(counted, 5.0, "{connector}");
     }
     // Ours tells them apart.
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     assert_eq!(post(&proxy, COMPLETIONS, bodies[0]).await.status, 200);
     assert_eq!((p.count(), p.seen()[0].json()["n"].clone()), (1, json!(1)));

@@ -260,14 +260,29 @@ impl Engine {
     }
 }
 
-/// A prefill and a decode engine, and the blocks of both.
-pub(crate) async fn pair() -> (Blocks, Engine, Engine) {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
-    (blocks, p, d)
+/// A prefill and a decode engine.
+pub(crate) async fn pair() -> (Engine, Engine) {
+    pair_on(&Blocks::default()).await
+}
+
+/// As [`pair`], for a test that looks at the blocks.
+pub(crate) async fn pair_on(blocks: &Blocks) -> (Engine, Engine) {
+    (Engine::prefill(blocks).await, Engine::decode(blocks).await)
+}
+
+/// As many prefill and decode engines as the caller names.
+pub(crate) async fn engines<const P: usize, const D: usize>(
+    blocks: &Blocks,
+) -> ([Engine; P], [Engine; D]) {
+    let (mut prefill, mut decode) = (Vec::new(), Vec::new());
+    for _ in 0..P {
+        prefill.push(Engine::prefill(blocks).await);
+    }
+    for _ in 0..D {
+        decode.push(Engine::decode(blocks).await);
+    }
+    let prefill = prefill.try_into().expect("P of them");
+    (prefill, decode.try_into().expect("D of them"))
 }
 
 async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use hetero_kv_proxy::cli::Settings;
 use tokio::time::Instant;
 
-use crate::engine::{Blocks, Engine, Framing, Script, freed};
+use crate::engine::{Blocks, Engine, Framing, Script, engines, freed, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
 
 /// Every leg over its own connection, so that a break is the engine's and not that of idleness.
@@ -20,11 +20,7 @@ const ERROR: &str = r#"{"error": {"message":"too long","code":400.0}}"#;
 
 #[tokio::test]
 async fn a_prefill_error_is_the_answer_and_decode_is_not_called() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for (status, kind) in [
         (400, "application/json"),
@@ -46,11 +42,7 @@ async fn a_prefill_error_is_the_answer_and_decode_is_not_called() {
 
 #[tokio::test]
 async fn a_decode_error_is_the_answer() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for status in [400, 404, 429, 500, 503] {
         d.once(Script::Answer(status, "application/json", ERROR));
@@ -63,11 +55,7 @@ async fn a_decode_error_is_the_answer() {
 
 #[tokio::test]
 async fn client_errors_never_take_an_engine_out() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for _ in 0..50 {
         p.once(Script::Answer(400, "application/json", ERROR));
@@ -80,11 +68,7 @@ async fn client_errors_never_take_an_engine_out() {
 
 #[tokio::test]
 async fn a_prefill_without_a_kv_handle_fails_by_name() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let cases = [
         r#"{"choices":[]}"#,
@@ -111,11 +95,7 @@ async fn a_prefill_without_a_kv_handle_fails_by_name() {
 
 #[tokio::test]
 async fn a_missing_kv_handle_may_be_recomputed_and_is_counted() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.always(Script::Answer(200, "application/json", r#"{"choices":[]}"#));
     let settings = Settings {
         require_kv: Some(false),
@@ -132,12 +112,7 @@ async fn a_missing_kv_handle_may_be_recomputed_and_is_counted() {
 #[tokio::test]
 async fn prefill_that_breaks_before_its_answer_is_retried_elsewhere_with_a_new_id() {
     for script in [Script::Close, Script::Reset] {
-        let blocks = Blocks::default();
-        let (p0, p1) = (
-            Engine::prefill(&blocks).await,
-            Engine::prefill(&blocks).await,
-        );
-        let d = Engine::decode(&blocks).await;
+        let ([p0, p1], [d]) = engines(&Blocks::default()).await;
         let proxy = proxy_with(no_kept_connections(), &urls(&[&p0, &p1]), &urls(&[&d])).await;
         p0.once(script);
         for _ in 0..2 {
@@ -158,12 +133,7 @@ async fn prefill_that_breaks_before_its_answer_is_retried_elsewhere_with_a_new_i
 
 #[tokio::test]
 async fn a_dead_prefill_costs_no_request_and_a_restarted_one_is_used_again() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let settings = Settings {
         health_interval_ms: Some(50),
         ..Settings::default()
@@ -187,8 +157,7 @@ async fn a_dead_prefill_costs_no_request_and_a_restarted_one_is_used_again() {
 #[tokio::test]
 async fn a_dead_decode_is_stepped_over_with_the_same_params() {
     let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d0, d1]) = engines(&blocks).await;
     let proxy = proxy(&[&p], &[&d0, &d1]).await;
     d0.kill().await;
     for _ in 0..10 {
@@ -203,9 +172,7 @@ async fn a_dead_decode_is_stepped_over_with_the_same_params() {
 
 #[tokio::test]
 async fn a_decode_that_may_have_read_is_not_tried_again() {
-    let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d0, d1]) = engines(&Blocks::default()).await;
     let proxy = proxy_with(no_kept_connections(), &urls(&[&p]), &urls(&[&d0, &d1])).await;
     for script in [Script::Close, Script::Reset] {
         for engine in [&d0, &d1] {
@@ -225,11 +192,7 @@ async fn a_decode_that_may_have_read_is_not_tried_again() {
 
 #[tokio::test]
 async fn no_engine_to_connect_to_is_a_502_by_role() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     d.kill().await;
     let reply = post(&proxy, COMPLETIONS, STREAM).await;
@@ -249,11 +212,7 @@ async fn no_engine_to_connect_to_is_a_502_by_role() {
 
 #[tokio::test]
 async fn a_connection_that_the_engine_closed_for_idleness_costs_nothing() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for _ in 0..5 {
         let reply = post(&proxy, COMPLETIONS, PROMPT).await;
@@ -269,11 +228,7 @@ async fn a_connection_that_the_engine_closed_for_idleness_costs_nothing() {
 
 #[tokio::test]
 async fn a_prefill_answer_that_breaks_off_is_a_502() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.always(Script::Truncated(
         r#"{"kv_transfer_params":{"#,
         Framing::Length,
@@ -290,10 +245,7 @@ async fn a_prefill_answer_that_breaks_off_is_a_502() {
 #[tokio::test]
 async fn the_deadline_is_a_504_in_each_leg_and_frees_what_prefill_pinned() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let settings = Settings {
         request_timeout_s: Some(2),
         handover_grace_ms: Some(3_000),
@@ -336,10 +288,7 @@ async fn the_deadline_is_a_504_in_each_leg_and_frees_what_prefill_pinned() {
 #[tokio::test]
 async fn no_prefill_engine_is_an_error_and_decode_alone_only_where_that_was_chosen() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let start = async |on_no_prefill: Option<&str>, prefill: &[String]| {
         let settings = Settings {
             on_no_prefill: on_no_prefill.map(str::to_owned),

@@ -6,16 +6,12 @@ use hetero_kv_proxy::cli::Settings;
 use tokio::time::Instant;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Engine, Script, pair, pair_on};
 use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, until, urls};
 
 #[tokio::test]
 async fn bad_bodies_are_400_and_reach_no_engine() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     for (body, code) in [
@@ -55,11 +51,7 @@ async fn bad_bodies_are_400_and_reach_no_engine() {
 
 #[tokio::test]
 async fn paths_and_methods() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     client.get("/nothing").await;
@@ -85,11 +77,7 @@ async fn paths_and_methods() {
 
 #[tokio::test]
 async fn a_body_over_the_limit_is_413_declared_or_not_and_one_below_passes() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         body_bytes_max: Some(3 << 20),
         ..Settings::default()
@@ -136,11 +124,7 @@ fn params_bytes(engine: &Engine) -> usize {
 
 #[tokio::test]
 async fn a_compressed_body_is_415() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     client
@@ -151,11 +135,7 @@ async fn a_compressed_body_is_415() {
 
 #[tokio::test]
 async fn two_lengths_in_either_order_are_400_and_close_the_connection() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let chunked = format!("{:x}\r\n{PROMPT}\r\n0\r\n\r\n", PROMPT.len());
     let two = [
@@ -189,11 +169,7 @@ async fn two_lengths_in_either_order_are_400_and_close_the_connection() {
 
 #[tokio::test]
 async fn more_requests_than_may_run_get_429_and_the_others_are_served() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::After(
         Duration::from_millis(1_000),
         Box::new(Script::Decode),
@@ -244,10 +220,7 @@ async fn a_burst_of_connects_loses_none_and_keeps_no_engine_out() {
     let blocks = Blocks::default();
     let mut engines = Vec::new();
     for _ in 0..4 {
-        let (p, d) = (
-            Engine::prefill(&blocks).await,
-            Engine::decode(&blocks).await,
-        );
+        let (p, d) = pair_on(&blocks).await;
         p.always(Script::After(
             Duration::from_millis(200),
             Box::new(Script::Prefill),
@@ -280,11 +253,7 @@ async fn a_burst_of_connects_loses_none_and_keeps_no_engine_out() {
 /// Faults that the proxy does not have to see are the engine's to tell, in its own words.
 #[tokio::test]
 async fn what_is_the_engines_to_judge_reaches_it_as_sent() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for body in [
         r#"{"prompt":"no model"}"#,
@@ -313,11 +282,7 @@ async fn what_is_the_engines_to_judge_reaches_it_as_sent() {
 /// A probe that spoke of the engine otherwise than traffic does could be wrong about it.
 #[tokio::test]
 async fn probes_name_the_host_as_traffic_does() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let named = |engine: &Engine| format!("localhost:{}", engine.address.port());
     let url = |engine: &Engine| format!("http://{}/base", named(engine));
     let proxy = proxy_with(Settings::default(), &[url(&p)], &[url(&d)]).await;
@@ -335,11 +300,7 @@ async fn probes_name_the_host_as_traffic_does() {
 
 #[tokio::test]
 async fn slow_heads_and_bodies_are_ended() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         header_read_timeout_s: Some(1),
         body_read_timeout_s: Some(1),
@@ -373,11 +334,7 @@ async fn slow_heads_and_bodies_are_ended() {
 
 #[tokio::test]
 async fn a_client_that_takes_nothing_is_ended_and_so_is_its_decode_leg() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let lump: &'static str = Box::leak("data: x\n\n".repeat(100_000).into_boxed_str());
     d.always(Script::Stream(vec![lump; 100], Duration::ZERO));
     let settings = Settings {
@@ -400,11 +357,7 @@ async fn post_small(proxy: &hetero_kv_proxy::run::Proxy, d: &Engine) -> u16 {
 
 #[tokio::test]
 async fn a_drain_lets_streams_end_and_accepts_no_more() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.once(Script::Stream(
         vec!["data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"],
         Duration::from_millis(50),
@@ -442,11 +395,7 @@ async fn a_drain_lets_streams_end_and_accepts_no_more() {
 
 #[tokio::test]
 async fn a_drain_ends_at_its_limit() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.once(Script::StreamThenSilence(vec!["data: 1\n\n"]));
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;

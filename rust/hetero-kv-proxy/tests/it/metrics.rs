@@ -10,7 +10,7 @@ use hetero_kv_proxy::run::Proxy;
 use tokio::sync::Semaphore;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Engine, Script, engines, pair};
 use crate::{
     COMPLETIONS, PROMPT, STREAM, metric, metric_sum, metrics_text, post, proxy, proxy_with, until,
     urls,
@@ -29,11 +29,7 @@ async fn timed(proxy: &Proxy, name: &str, labels: &str) -> (f64, f64) {
 
 #[tokio::test]
 async fn a_request_is_timed_by_its_workers_and_their_pair() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.always(Script::After(2 * PAUSE, Box::new(Script::Prefill)));
     let chunks = vec!["data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"];
     let stream = Script::Stream(chunks, PAUSE);
@@ -84,9 +80,7 @@ async fn a_request_is_timed_by_its_workers_and_their_pair() {
 
 #[tokio::test]
 async fn a_failed_hand_over_is_counted_by_its_pair() {
-    let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d, dead) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d, dead]) = engines(&Blocks::default()).await;
     let proxy = proxy(&[&p], &[&dead, &d]).await;
     let failures = |engine: &Engine| {
         let (prefill, decode) = (p.url(), engine.url());
@@ -107,11 +101,7 @@ async fn a_failed_hand_over_is_counted_by_its_pair() {
 
 #[tokio::test]
 async fn what_is_held_is_shown_and_is_nothing_at_rest() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let held = async || {
         let mut held = Vec::new();
@@ -152,11 +142,7 @@ async fn what_is_held_is_shown_and_is_nothing_at_rest() {
 
 #[tokio::test]
 async fn transfers_that_decode_never_took_are_counted() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         handover_grace_ms: Some(50),
         ..Settings::default()
@@ -205,11 +191,7 @@ async fn transfers_that_decode_never_took_are_counted() {
 
 #[tokio::test]
 async fn every_metric_has_help_a_unit_where_it_is_a_time_and_a_row_in_the_docs() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     assert!(post(&proxy, COMPLETIONS, STREAM).await.whole);
     let text = metrics_text(&proxy).await;

@@ -7,16 +7,13 @@ use hetero_kv_proxy::cli::Settings;
 use serde_json::json;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script, handle};
+use crate::engine::{Blocks, Engine, Script, engines, handle, pair, pair_on};
 use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
 
 #[tokio::test]
 async fn decode_gets_the_clients_bytes_and_prefills_params_verbatim() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let proxy = proxy(&[&p], &[&d]).await;
     let body = concat!(
         "{ \"seed\":123456789012345678901234567890, \"temperature\":0.30000000000000004,\n",
@@ -46,11 +43,7 @@ async fn decode_gets_the_clients_bytes_and_prefills_params_verbatim() {
 
 #[tokio::test]
 async fn chat_limits_are_cut_on_the_prefill_leg_only() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::Stream(vec!["data: [DONE]\n\n"], Duration::ZERO));
     let proxy = proxy(&[&p], &[&d]).await;
     let body = json!({
@@ -85,12 +78,7 @@ async fn chat_limits_are_cut_on_the_prefill_leg_only() {
 
 #[tokio::test]
 async fn slots_of_unequal_instances_get_equal_shares_and_ranks_in_range() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p0, p1], [d0, d1]) = engines(&Blocks::default()).await;
     let prefill = [
         format!("{},dp=8", p0.url()),
         format!("{},dp=4,rank0=8", p1.url()),
@@ -123,9 +111,7 @@ async fn slots_of_unequal_instances_get_equal_shares_and_ranks_in_range() {
 
 #[tokio::test]
 async fn least_loaded_keeps_away_from_a_busy_engine() {
-    let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d0, d1]) = engines(&Blocks::default()).await;
     let settings = Settings {
         decode_policy: Some("least-loaded".to_owned()),
         ..Settings::default()
@@ -150,11 +136,7 @@ async fn least_loaded_keeps_away_from_a_busy_engine() {
 
 #[tokio::test]
 async fn headers_cross_both_legs_but_for_those_of_the_edge() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     let headers = [
@@ -200,11 +182,7 @@ async fn headers_cross_both_legs_but_for_those_of_the_edge() {
 
 #[tokio::test]
 async fn a_clients_request_id_is_on_both_legs() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     client
@@ -219,10 +197,7 @@ async fn a_clients_request_id_is_on_both_legs() {
 #[tokio::test]
 async fn every_form_of_prompt_is_served_and_a_list_is_prefilled_by_its_first() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let proxy = proxy(&[&p], &[&d]).await;
     for (prompt, first) in [
         (json!("a"), json!("a")),
@@ -243,11 +218,7 @@ async fn every_form_of_prompt_is_served_and_a_list_is_prefilled_by_its_first() {
 
 #[tokio::test]
 async fn connections_to_engines_are_kept() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::Stream(
         vec!["data: 1\n\n", "data: [DONE]\n\n"],
         Duration::ZERO,
@@ -268,10 +239,7 @@ async fn connections_to_engines_are_kept() {
 #[tokio::test]
 async fn models_come_from_a_decode_engine_with_the_clients_key() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let dead = Engine::decode(&blocks).await;
     let proxy = proxy(&[&p], &[&dead, &d]).await;
     dead.kill().await;
@@ -288,11 +256,7 @@ async fn models_come_from_a_decode_engine_with_the_clients_key() {
 
 #[tokio::test]
 async fn readiness_follows_the_engines_and_liveness_does_not() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.set_healthy(false);
     let settings = Settings {
         health_interval_ms: Some(20),
@@ -350,11 +314,7 @@ async fn readiness_follows_the_engines_and_liveness_does_not() {
 
 #[tokio::test]
 async fn in_flight_counts_are_true_while_and_after() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.once(Script::StreamThenSilence(vec!["data: 1\n\n"]));
     let proxy = proxy(&[&p], &[&d]).await;
     let flying = async || {

@@ -3,7 +3,7 @@
 use hetero_kv_proxy::cli::Settings;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine};
+use crate::engine::{Blocks, Engine, engines};
 use crate::{CHAT, COMPLETIONS, proxy_with, urls};
 
 /// The position of the one engine that a request reached.
@@ -37,12 +37,7 @@ fn settings(policy: &str) -> Settings {
 
 #[tokio::test]
 async fn consistent_hash_keeps_a_session_and_a_prompt_on_one_engine() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let p = [&p0, &p1];
     let proxy = proxy_with(settings("consistent-hash"), &urls(&p), &urls(&[&d])).await;
     let body = |text: &str| format!(r#"{{"model":"m","prompt":"{text}","max_tokens":8}}"#);
@@ -73,12 +68,7 @@ async fn consistent_hash_keeps_a_session_and_a_prompt_on_one_engine() {
 
 #[tokio::test]
 async fn prefix_aware_keeps_a_conversation_on_the_engine_that_has_it() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let p = [&p0, &p1];
     let proxy = proxy_with(settings("prefix-aware"), &urls(&p), &urls(&[&d])).await;
     let mut talks: Vec<(String, usize)> = Vec::new();

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::auth::{Serving, get, lines, send};
 use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Engine, Script, engines, pair};
 use crate::{COMPLETIONS, PROMPT, STREAM};
 
 /// A proxy with a file, and the log that it writes.
@@ -109,12 +109,7 @@ fn row(id: &str, standing: &str, source: &str) -> [String; 3] {
 
 #[tokio::test]
 async fn workers_of_the_file_come_change_and_go_with_their_streams_whole() {
-    let blocks = Blocks::default();
-    let (p, q) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let (old, new) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p, q], [old, new]) = engines(&Blocks::default()).await;
     let text = |prefill: &[&str], decode: &[&str]| {
         format!("prefill = {}\ndecode = {}\n", list(prefill), list(decode))
     };
@@ -175,16 +170,7 @@ async fn workers_of_the_file_come_change_and_go_with_their_streams_whole() {
 
 #[tokio::test]
 async fn what_administrators_made_of_a_worker_stays_and_a_named_one_expires_no_more() {
-    let blocks = Blocks::default();
-    let (p, swung) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let (d, removed, own) = (
-        Engine::decode(&blocks).await,
-        Engine::decode(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let ([p, swung], [d, removed, own]) = engines(&Blocks::default()).await;
     let mut filed = Filed::start(&format!(
         "prefill = {}\ndecode = {}\n",
         list(&[&p.url(), &swung.url()]),
@@ -242,11 +228,7 @@ async fn what_administrators_made_of_a_worker_stays_and_a_named_one_expires_no_m
 }
 
 async fn with_engines() -> (Engine, Engine, String) {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let workers = format!(
         "prefill = {}\ndecode = {}\n",
         list(&[&p.url()]),
@@ -424,11 +406,7 @@ async fn get_with_key(at: SocketAddr, path: &str) -> Reply {
 
 #[tokio::test]
 async fn another_weight_in_the_file_makes_no_other_worker_and_counts_more_than_an_older_order() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let text = |weight: &str, more: &str| {
         let decode = format!("{}{weight}", d.url());
         format!(

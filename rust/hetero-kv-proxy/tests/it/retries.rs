@@ -4,7 +4,7 @@ use hetero_kv_proxy::cli::Settings;
 use serde_json::Value;
 
 use crate::connectors::{engine, proxy_of};
-use crate::engine::{BUSY, Blocks, Engine, Script};
+use crate::engine::{BUSY, Blocks, Engine, Script, engines};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
 
 fn params(engine: &Engine, at: usize) -> Value {
@@ -18,12 +18,7 @@ async fn retries(proxy: &hetero_kv_proxy::run::Proxy, role: &str) -> f64 {
 #[tokio::test]
 async fn a_prefill_that_refuses_is_stepped_over_with_a_new_id() {
     for status in [429, 502, 503, 504] {
-        let blocks = Blocks::default();
-        let (p0, p1) = (
-            Engine::prefill(&blocks).await,
-            Engine::prefill(&blocks).await,
-        );
-        let d = Engine::decode(&blocks).await;
+        let ([p0, p1], [d]) = engines(&Blocks::default()).await;
         let proxy = proxy(&[&p0, &p1], &[&d]).await;
         p0.once(Script::Busy(status));
         assert_eq!(post(&proxy, COMPLETIONS, STREAM).await.status, 200);
@@ -37,12 +32,7 @@ async fn a_prefill_that_refuses_is_stepped_over_with_a_new_id() {
 
 #[tokio::test]
 async fn other_statuses_of_prefill_are_the_answer() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let proxy = proxy(&[&p0, &p1], &[&d]).await;
     for status in [400, 401, 404, 422, 500, 501] {
         for engine in [&p0, &p1] {
@@ -60,12 +50,7 @@ async fn other_statuses_of_prefill_are_the_answer() {
 
 #[tokio::test]
 async fn when_all_refuse_the_last_refusal_is_the_answer_with_its_retry_after() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     for (retries_max, tries) in [(None, 3), (Some(0), 1), (Some(1), 2)] {
         let settings = Settings {
             retries_max,
@@ -102,8 +87,7 @@ async fn when_all_refuse_the_last_refusal_is_the_answer_with_its_retry_after() {
 async fn a_decode_that_refuses_is_stepped_over_with_the_same_params() {
     for status in [429, 503] {
         let blocks = Blocks::default();
-        let p = Engine::prefill(&blocks).await;
-        let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+        let ([p], [d0, d1]) = engines(&blocks).await;
         let proxy = proxy(&[&p], &[&d0, &d1]).await;
         d0.once(Script::Busy(status));
         assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
@@ -123,8 +107,7 @@ async fn a_decode_that_refuses_is_stepped_over_with_the_same_params() {
 #[tokio::test]
 async fn a_decode_that_may_have_taken_its_leg_is_not_replaced() {
     let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d0, d1]) = engines(&blocks).await;
     let proxy = proxy(&[&p], &[&d0, &d1]).await;
     for status in [400, 404, 500, 502, 504] {
         for engine in [&d0, &d1] {
@@ -177,11 +160,7 @@ async fn one_failure_of_every_engine_is_seen_by_nobody() {
     let fails = [Script::Busy(503), Script::Close, Script::Reset];
     for (at, script) in fails.into_iter().enumerate() {
         let blocks = Blocks::default();
-        let (p0, p1) = (
-            Engine::prefill(&blocks).await,
-            Engine::prefill(&blocks).await,
-        );
-        let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+        let ([p0, p1], [d0, d1]) = engines(&blocks).await;
         let proxy = proxy(&[&p0, &p1], &[&d0, &d1]).await;
         for engine in [&p0, &p1] {
             engine.once(script.clone());

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::client::{Client, Reply};
 use crate::connectors::{engine, fallbacks};
-use crate::engine::{Blocks, Ended, Engine, Script, freed};
+use crate::engine::{Blocks, Ended, Script, freed, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, until, urls};
 
 const AT_ONCE: Duration = Duration::from_secs(1);
@@ -336,11 +336,7 @@ async fn start(proxy: &hetero_kv_proxy::run::Proxy, id: &str, body: &str) -> Cli
 
 #[tokio::test]
 async fn an_aborted_stream_ends_with_an_error_event_and_others_go_on() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::StreamThenSilence(vec!["data: 1\n\n"]));
     let proxy = proxy(&[&p], &[&d]).await;
     let mut mine = start(&proxy, "mine", STREAM).await;
@@ -383,10 +379,7 @@ async fn an_aborted_stream_ends_with_an_error_event_and_others_go_on() {
 #[tokio::test]
 async fn an_abort_before_the_head_closes_prefill_or_settles_decode() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let settings = Settings {
         handover_grace_ms: Some(1_500),
         ..Settings::default()

@@ -9,16 +9,12 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Framing, Script, freed};
+use crate::engine::{Blocks, Framing, Script, freed, pair, pair_on};
 use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, metric_sum, post, proxy, proxy_with, urls};
 
 #[tokio::test]
 async fn each_chunk_reaches_the_client_before_the_next_is_made() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let chunks = vec![
         "data: 0\n\n",
         "data: 1\n",
@@ -45,11 +41,7 @@ async fn each_chunk_reaches_the_client_before_the_next_is_made() {
 
 #[tokio::test]
 async fn the_head_waits_for_decode_and_not_for_its_first_chunk() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::StreamThenSilence(vec![]));
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
@@ -59,11 +51,7 @@ async fn the_head_waits_for_decode_and_not_for_its_first_chunk() {
 
 #[tokio::test]
 async fn a_plain_answer_keeps_its_length_and_bytes() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let body = r#"{"choices":[], "logprob":-0.10000000149011612}"#;
     d.always(Script::Answer(200, "application/json; charset=utf-8", body));
     let proxy = proxy(&[&p], &[&d]).await;
@@ -79,11 +67,7 @@ async fn a_plain_answer_keeps_its_length_and_bytes() {
 
 #[tokio::test]
 async fn a_broken_stream_ends_with_an_error_event_and_no_done() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for (sent, before) in [
         (vec!["data: {\"t\":1}\n\n"], "data: {\"t\":1}\n\n"),
@@ -113,11 +97,7 @@ async fn a_broken_stream_ends_with_an_error_event_and_no_done() {
 
 #[tokio::test]
 async fn a_stream_that_breaks_behind_its_done_event_is_whole() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::StreamThenClose(vec![
         "data: 1\n\n",
         "data: [DONE]\n\n",
@@ -130,11 +110,7 @@ async fn a_stream_that_breaks_behind_its_done_event_is_whole() {
 
 #[tokio::test]
 async fn a_stream_that_only_its_connection_ends_is_whole_with_its_done_event_alone() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for path in [COMPLETIONS, CHAT] {
         d.once(Script::StreamUntilClose(vec![
@@ -159,11 +135,7 @@ async fn a_stream_that_only_its_connection_ends_is_whole_with_its_done_event_alo
 
 #[tokio::test]
 async fn a_plain_answer_that_breaks_is_cut_short_for_the_client_too() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for framing in [Framing::Length, Framing::Chunks] {
         d.once(Script::Truncated("{\"choices\":", framing));
@@ -175,11 +147,7 @@ async fn a_plain_answer_that_breaks_is_cut_short_for_the_client_too() {
 
 #[tokio::test]
 async fn an_error_event_of_the_engine_passes() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let events = vec!["data: {\"error\":{\"code\":500}}\n\n", "data: [DONE]\n\n"];
     d.always(Script::Stream(events.clone(), Duration::ZERO));
     let proxy = proxy(&[&p], &[&d]).await;
@@ -191,11 +159,7 @@ async fn an_error_event_of_the_engine_passes() {
 
 #[tokio::test]
 async fn a_silent_stream_ends_at_the_idle_limit_and_a_slow_one_does_not() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         stream_idle_timeout_s: Some(1),
         ..Settings::default()
@@ -222,11 +186,7 @@ async fn a_silent_stream_ends_at_the_idle_limit_and_a_slow_one_does_not() {
 
 #[tokio::test]
 async fn the_deadline_ends_a_stream_with_an_error_event() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::Stream(
         vec!["data: 1\n\n"; 100],
         Duration::from_millis(40),
@@ -245,10 +205,7 @@ async fn the_deadline_ends_a_stream_with_an_error_event() {
 #[tokio::test]
 async fn two_hundred_streams_at_once_keep_their_pace() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let count = 16;
     let mut chunks = vec!["data: 1\n\n"; count - 1];
     chunks.push("data: [DONE]\n\n");
@@ -286,11 +243,7 @@ async fn two_hundred_streams_at_once_keep_their_pace() {
 
 #[tokio::test]
 async fn requests_follow_each_other_on_one_connection_also_pipelined() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     let one = format!(
@@ -322,11 +275,7 @@ async fn requests_follow_each_other_on_one_connection_also_pipelined() {
 async fn cached_tokens_are_prefills_in_plain_and_streamed_answers() {
     const PREFILLED: &str = r#"{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}},"kv_transfer_params":{"do_remote_prefill":true}}"#;
     const PLAIN: &str = r#"{ "odd":1.50e1, "usage": {"prompt_tokens":9, "prompt_tokens_details": {"cached_tokens":9 }} }"#;
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let told = |text: &str| text.replace("\"cached_tokens\":9", "\"cached_tokens\":3");
     // Without a count of prefill's nothing changes, not even the framing.

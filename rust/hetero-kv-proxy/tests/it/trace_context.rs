@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use hetero_kv_proxy::cli::Settings;
 
 use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Engine, Script, Seen};
+use crate::engine::{Blocks, Engine, Script, Seen, engines, pair};
 use crate::{COMPLETIONS, PROMPT, metric, proxy, proxy_with, urls};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
@@ -33,12 +33,7 @@ fn trace(seen: &Seen) -> Option<(String, String, String)> {
 
 #[tokio::test]
 async fn a_trace_goes_on_under_a_parent_id_of_each_leg() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let proxy = proxy(&[&p0, &p1], &[&d]).await;
     let parent = format!("00-{TRACE}-{PARENT}-01");
     let headers = [("Traceparent", parent.as_str()), ("tracestate", STATE)];
@@ -65,11 +60,7 @@ async fn a_trace_goes_on_under_a_parent_id_of_each_leg() {
 
 #[tokio::test]
 async fn a_malformed_trace_is_not_passed_on_and_counted() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let good = format!("00-{TRACE}-{PARENT}-01");
     let upper = good.to_uppercase();
@@ -107,11 +98,7 @@ async fn a_malformed_trace_is_not_passed_on_and_counted() {
 
 #[tokio::test]
 async fn new_traces_are_made_where_asked_for_and_lead_both_legs() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let plain = proxy(&[&p], &[&d]).await;
     send(&plain, COMPLETIONS, &[]).await;
     assert_eq!(trace(&p.seen()[0]), None);

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::admin;
 use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Blocks, Engine, Script, engines, pair};
 use crate::{COMPLETIONS, STREAM, proxy_with, until, urls};
 
 const PAUSE: Duration = Duration::from_millis(30);
@@ -79,12 +79,7 @@ fn spans(trace: &Value) -> Vec<(String, u64, u64, u64)> {
 
 #[tokio::test]
 async fn a_request_is_shown_as_a_chrome_trace_with_its_legs_and_the_transfer() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     p0.once(Script::Busy(503));
     p1.always(Script::After(PAUSE, Box::new(Script::Prefill)));
     let stream = Script::Stream(vec!["data: 1\n\n", "data: [DONE]\n\n"], PAUSE);
@@ -150,11 +145,7 @@ async fn a_request_is_shown_as_a_chrome_trace_with_its_legs_and_the_transfer() {
 
 #[tokio::test]
 async fn the_last_requests_are_kept_and_no_more() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = watched(2, &[&p], &[&d]).await;
     for id in ["one", "two", "two", "three"] {
         assert_eq!(send(&proxy, id).await.status, 200);
@@ -193,11 +184,7 @@ async fn the_last_requests_are_kept_and_no_more() {
 
 #[tokio::test]
 async fn a_request_that_failed_or_whose_client_left_is_shown_as_far_as_it_went() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = watched(8, &[&p], &[&d]).await;
     p.once(Script::Answer(400, "application/json", "{}"));
     assert_eq!(send(&proxy, "refused").await.status, 400);

@@ -5,7 +5,7 @@ use hetero_kv_proxy::run::Proxy;
 use serde_json::{Value, json};
 
 use crate::admin::{list, tell};
-use crate::engine::{Blocks, Engine};
+use crate::engine::{Blocks, Engine, engines, pair};
 use crate::{COMPLETIONS, PROMPT, post, proxy_with, until};
 
 async fn weight_of(proxy: &Proxy, url: &str) -> Value {
@@ -27,9 +27,7 @@ async fn shares(proxy: &Proxy, engines: &[&Engine], requests: usize) -> Vec<usiz
 
 #[tokio::test]
 async fn legs_follow_weights_of_flags_registrations_and_administrators() {
-    let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (d0, d1) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [d0, d1]) = engines(&Blocks::default()).await;
     let decode = [&d0, &d1];
     let settings = Settings {
         admin_listen: Some("127.0.0.1:0".to_owned()),
@@ -84,11 +82,7 @@ async fn legs_follow_weights_of_flags_registrations_and_administrators() {
 
 #[tokio::test]
 async fn weights_out_of_range_name_their_field_and_change_nothing() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         admin_listen: Some("127.0.0.1:0".to_owned()),
         ..Settings::default()

@@ -10,12 +10,13 @@ use tokio::time::{Instant, sleep};
 use super::{CHUNKS, managed, stream};
 use crate::admin::{delete, gone, ids, list, register, routable, tell, worker};
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script, pair};
+use crate::engine::{Blocks, Engine, Script, engines, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, metric, post, until};
 
 #[tokio::test]
 async fn a_worker_that_is_not_heard_of_is_drained_out_and_its_streams_end_whole() {
-    let (blocks, p, d) = pair().await;
+    let blocks = Blocks::default();
+    let (p, d) = pair_on(&blocks).await;
     let gate = Arc::new(Semaphore::new(0));
     let proxy = managed(&[&p], &[]).await;
     let beat = json!({"heartbeat_interval_ms": 300});
@@ -125,9 +126,7 @@ async fn draining_under_50_streams_ends_them_all_and_begins_none() {
 
 #[tokio::test]
 async fn removing_under_load_loses_no_request_and_waits_for_the_last() {
-    let blocks = Blocks::default();
-    let p = Engine::prefill(&blocks).await;
-    let (a, b) = (Engine::decode(&blocks).await, Engine::decode(&blocks).await);
+    let ([p], [a, b]) = engines(&Blocks::default()).await;
     let gate = Arc::new(Semaphore::new(0));
     let proxy = Arc::new(managed(&[&p], &[&a, &b]).await);
     a.once(Script::Gated(CHUNKS.to_vec(), Arc::clone(&gate)));
@@ -239,7 +238,7 @@ async fn a_leg_outlives_the_forced_removal_of_its_worker_and_releases_nobody_els
 
 #[tokio::test]
 async fn a_prefill_worker_is_not_gone_before_decode_has_its_blocks() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let gate = Arc::new(Semaphore::new(0));
     let proxy = managed(&[&p], &[&d]).await;
     d.once(Script::Gated(CHUNKS.to_vec(), Arc::clone(&gate)));

@@ -14,7 +14,7 @@ use crate::{COMPLETIONS, PROMPT, post};
 
 #[tokio::test]
 async fn clients_do_not_reach_administration_nor_administrators_the_engines() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let proxy = managed(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     for path in ["/v1/workers", "/v1/workers/decode-0/drain"] {
@@ -40,7 +40,7 @@ async fn clients_do_not_reach_administration_nor_administrators_the_engines() {
 
 #[tokio::test]
 async fn bad_bodies_and_orders_name_their_field_and_change_nothing() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let proxy = managed(&[&p], &[&d]).await;
     let deep = format!(
         r#"{{"role":"decode","url":{}1{}}}"#,
@@ -196,7 +196,7 @@ async fn bad_bodies_and_orders_name_their_field_and_change_nothing() {
 
 #[tokio::test]
 async fn a_registration_that_never_ends_is_given_up() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let settings = Settings {
         body_read_timeout_s: Some(1),
         ..Settings::default()
@@ -223,7 +223,7 @@ async fn a_registration_that_never_ends_is_given_up() {
 
 #[tokio::test]
 async fn a_worker_that_the_connector_cannot_serve_is_refused_with_the_reason() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let settings = Settings {
         connector: Some("moriio-write".to_owned()),
         ..Settings::default()

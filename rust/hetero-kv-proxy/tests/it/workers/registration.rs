@@ -9,12 +9,12 @@ use tokio::time::{Instant, sleep};
 
 use super::{CHUNKS, managed, stream};
 use crate::admin::{gone, ids, register, routable, tell, worker};
-use crate::engine::{Script, pair};
+use crate::engine::{Blocks, Script, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, post, until};
 
 #[tokio::test]
 async fn a_worker_registers_and_serves_once_its_probe_answers() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let proxy = managed(&[], &[]).await;
     let reply = post(&proxy, COMPLETIONS, PROMPT).await;
     assert_eq!(
@@ -70,7 +70,7 @@ async fn a_worker_registers_and_serves_once_its_probe_answers() {
 
 #[tokio::test]
 async fn two_spellings_of_an_address_are_one_worker() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let proxy = managed(&[&p], &[]).await;
     let port = d.address.port();
     for (url, status) in [
@@ -107,7 +107,8 @@ async fn two_spellings_of_an_address_are_one_worker() {
 
 #[tokio::test]
 async fn another_start_of_an_engine_at_its_address_is_another_worker() {
-    let (blocks, p, d) = pair().await;
+    let blocks = Blocks::default();
+    let (p, d) = pair_on(&blocks).await;
     let gate = Arc::new(Semaphore::new(0));
     let proxy = managed(&[&p], &[]).await;
     let first = json!({"engine_id": "start-1"});
@@ -158,7 +159,7 @@ async fn another_start_of_an_engine_at_its_address_is_another_worker() {
 
 #[tokio::test]
 async fn a_worker_given_by_a_flag_may_register_and_never_expires() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let proxy = managed(&[&p], &[&d]).await;
     let beat = json!({"heartbeat_interval_ms": 100, "engine_id": "start-1"});
     let (status, told) = register(&proxy, "decode", &d, beat).await;
@@ -178,7 +179,7 @@ async fn a_worker_given_by_a_flag_may_register_and_never_expires() {
 
 #[tokio::test]
 async fn what_a_connector_says_of_itself_is_shown_and_changes_no_worker() {
-    let (_blocks, p, _d) = pair().await;
+    let (p, _d) = pair().await;
     let proxy = managed(&[], &[]).await;
     let kv =
         json!({"connector": "hetero", "block_size": 16, "control": "10.0.0.1:7000", "mla": false});

@@ -10,17 +10,12 @@ use tokio::time::{Instant, sleep};
 use super::{CHUNKS, managed, stream};
 use crate::admin::{ids, register, routable, tell, worker};
 use crate::client::Client;
-use crate::engine::{Blocks, Ended, Engine, Script, pair};
+use crate::engine::{Blocks, Ended, Script, engines, pair};
 use crate::{COMPLETIONS, PROMPT, post, until};
 
 #[tokio::test]
 async fn a_role_changes_after_the_last_leg_and_stays_changed_over_heartbeats() {
-    let blocks = Blocks::default();
-    let (p, q, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let ([p, q], [d]) = engines(&Blocks::default()).await;
     let proxy = managed(&[&p], &[&d]).await;
     let beat = json!({"engine_id": "start-1"});
     register(&proxy, "prefill", &q, beat.clone()).await;
@@ -89,7 +84,7 @@ async fn a_role_changes_after_the_last_leg_and_stays_changed_over_heartbeats() {
 
 #[tokio::test]
 async fn a_prefill_worker_keeps_its_role_while_decode_has_not_read_its_blocks() {
-    let (_blocks, p, d) = pair().await;
+    let (p, d) = pair().await;
     let gate = Arc::new(Semaphore::new(0));
     let proxy = managed(&[&p], &[&d]).await;
     d.once(Script::Gated(CHUNKS.to_vec(), Arc::clone(&gate)));
