@@ -69,6 +69,16 @@ impl Breaker {
         }
     }
 
+    /// When the time ends, or ended, for which it is kept out; `None` while it is in use.
+    pub(super) fn edge_ms(&self) -> Option<u64> {
+        (self.opened > 0).then_some(self.until_ms)
+    }
+
+    /// Whether one leg tries it.
+    pub(super) fn is_trying(&self) -> bool {
+        self.trying
+    }
+
     /// A leg begins; true where it is the trial, which ends with [`Breaker::on_trial_ended`].
     pub fn on_begin(&mut self, now_ms: u64) -> bool {
         let trial = self.phase(now_ms) == Phase::HalfOpen;

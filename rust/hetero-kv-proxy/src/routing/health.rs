@@ -103,6 +103,21 @@ impl Health {
         probed.max(breaker)
     }
 
+    /// When time alone changes its rank; `None` where it does not.
+    pub(super) fn edge_ms(&self) -> Option<u64> {
+        self.breaker.edge_ms()
+    }
+
+    /// All that its rank comes from, but for the time: while this stays, so does the rank on either
+    /// side of [`Health::edge_ms`].
+    pub(super) fn grade(&self) -> impl PartialEq + use<> {
+        (
+            self.probed,
+            self.breaker.edge_ms(),
+            self.breaker.is_trying(),
+        )
+    }
+
     /// Whether probes have failed so often that it does not count as there.
     pub fn is_unhealthy(&self) -> bool {
         self.probed == Probed::Unhealthy

@@ -201,6 +201,22 @@ impl KindSet {
         word.is_some_and(|word| word >> (kind.0 % 64) & 1 == 1)
     }
 
+    /// Whether the same kinds are in both.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        let (short, long) = match self.0.len() < other.0.len() {
+            true => (&self.0, &other.0),
+            false => (&other.0, &self.0),
+        };
+        let (shared, rest) = long.split_at(short.len());
+        short == shared && rest.iter().all(|word| *word == 0)
+    }
+
+    /// Becomes the same as another, in the memory that it has.
+    pub(super) fn copy(&mut self, other: &Self) {
+        self.0.clear();
+        self.0.extend_from_slice(&other.0);
+    }
+
     /// Whether no kind is in it.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(|word| *word == 0)

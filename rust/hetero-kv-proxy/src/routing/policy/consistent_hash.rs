@@ -1,7 +1,7 @@
 //! One slot for requests that belong together, while its load is within bounds.
 
 use super::hash::mix;
-use super::{Candidate, LeastLoaded, Policy, RequestKey, load_cap};
+use super::{LeastLoaded, Policy, RequestKey, Round};
 
 /// Rendezvous hashing with bounded load: each key ranks the slots in an order of its own, and goes
 /// to the first whose load allows it.
@@ -19,17 +19,17 @@ pub struct ConsistentHash {
 const STIR: u64 = 0xc2b2_ae3d_27d4_eb4f;
 
 impl Policy for ConsistentHash {
-    fn choose(&mut self, candidates: &[Candidate], key: &RequestKey) -> usize {
+    fn choose(&mut self, round: &Round, key: &RequestKey) -> usize {
         let Some(group) = key.group() else {
-            return self.unkeyed.choose(candidates, key);
+            return self.unkeyed.choose(round, key);
         };
-        let cap = load_cap(candidates);
-        // Some candidate is below the cap.
+        let cap = round.load_cap();
+        // Some open slot is below the cap.
         let mut first = 0;
-        let mut highest = 0;
-        for (at, candidate) in candidates.iter().enumerate() {
-            let rank = mix(group ^ candidate.identity, STIR);
-            if rank >= highest && cap.admits(candidate) {
+        let mut highest = None;
+        for at in round.open() {
+            let rank = Some(mix(group ^ round.identity(at), STIR));
+            if rank >= highest && cap.admits(round.load(at), round.weight(at)) {
                 (first, highest) = (at, rank);
             }
         }

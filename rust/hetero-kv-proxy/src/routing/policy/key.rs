@@ -76,6 +76,12 @@ impl RequestKey {
         &self.prefixes[..self.levels]
     }
 
+    /// Length of the prompt.
+    #[cfg(test)]
+    pub(in super::super) fn prompt_bytes(&self) -> usize {
+        self.prompt_bytes
+    }
+
     /// Those beginnings that are at least a quarter of the prompt (or of [`PREFIX_BYTES_MAX`]),
     /// the longest first. Lengths double, so that requests with half of the prompt in common have
     /// one of these in common. Each with its length in bytes.

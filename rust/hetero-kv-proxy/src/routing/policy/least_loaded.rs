@@ -1,8 +1,6 @@
 //! The slot with the least to do.
 
-use std::cmp::Ordering;
-
-use super::{Candidate, Policy, RequestKey};
+use super::{Policy, RequestKey, Round};
 
 /// Least load for its weight, and of equals the one whose KV cache is emptier by a quarter: in a full one requests
 /// are pushed out and computed again. Ties go to the one whose turn it is; those that never
@@ -13,26 +11,11 @@ pub struct LeastLoaded {
 }
 
 impl Policy for LeastLoaded {
-    fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
-        let start = self.turn % candidates.len();
-        let mut best = start;
-        for at in (start + 1..candidates.len()).chain(0..start) {
-            if order(&candidates[at], &candidates[best]).is_lt() {
-                best = at;
-            }
-        }
+    fn choose(&mut self, round: &Round, _: &RequestKey) -> usize {
+        let start = round.nth_open(self.turn % round.open_count());
+        let best = round.least_loaded(start);
         // Those that were never chosen are served in turn.
-        self.turn = best + 1;
+        self.turn = round.open_before(best) + 1;
         best
     }
-}
-
-/// Quarters of a KV cache: smaller differences say nothing of the next moment.
-const CACHE_STEP: u16 = 250;
-
-fn order(one: &Candidate, other: &Candidate) -> Ordering {
-    let cache = |candidate: &Candidate| candidate.cache_used / CACHE_STEP;
-    one.load_beside(other)
-        .then_with(|| cache(one).cmp(&cache(other)))
-        .then_with(|| one.turn().cmp(&other.turn()))
 }

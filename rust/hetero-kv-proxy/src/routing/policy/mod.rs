@@ -7,53 +7,20 @@ mod least_loaded;
 mod load;
 mod power_of_two;
 mod prefix_aware;
+mod round;
 mod round_robin;
 
 #[cfg(test)]
 mod tests;
 
-use std::cmp::Ordering;
-
 pub use consistent_hash::ConsistentHash;
 pub use key::{KeyParts, PREFIX_BYTES_MAX, PREFIX_BYTES_MIN, PREFIX_LEVELS, RequestKey};
 pub use least_loaded::LeastLoaded;
-pub use load::{LEGS_FREE, LoadCap, load_cap};
+pub use load::{LEGS_FREE, LoadCap};
 pub use power_of_two::PowerOfTwo;
 pub use prefix_aware::PrefixAware;
+pub use round::{Round, SlotFacts, Turn};
 pub use round_robin::RoundRobin;
-
-/// One slot that may be chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Candidate {
-    /// Position of the slot in its pool.
-    pub slot: usize,
-    /// Legs that this slot is serving, and what it does for others as far as it is known.
-    pub load: u32,
-    /// Share of its KV cache that was in use when it was last asked, in thousandths; 0 where that is
-    /// not known.
-    pub cache_used: u16,
-    /// How much it gets beside others, at least 1.
-    pub weight: u32,
-    /// When it is due, where each gets turns by its weight: the smallest is next.
-    pub due: u64,
-    /// Number of the pick at which it was last chosen; 0 before the first.
-    pub picked: u64,
-    /// Who the slot is, whatever its position: see [`slot_identity`].
-    pub identity: u64,
-}
-
-impl Candidate {
-    /// Compares what both have to do for their weight.
-    fn load_beside(&self, other: &Self) -> Ordering {
-        let ours = u64::from(self.load) * u64::from(other.weight);
-        ours.cmp(&(u64::from(other.load) * u64::from(self.weight)))
-    }
-
-    /// Whose turn it is: by weights, and of equals who was chosen longest ago.
-    fn turn(&self) -> (u64, u64) {
-        (self.due, self.picked)
-    }
-}
 
 /// A number for one DP rank of one engine, the same in every proxy that knows the engine by this
 /// URL and whatever other engines there are.
@@ -75,14 +42,14 @@ pub(super) fn stir(number: u64) -> u64 {
 /// A way to choose among slots. One policy object serves one role, so that its counter runs over
 /// all slots of that role and of no other.
 pub trait Policy: Send + std::fmt::Debug {
-    /// Position in `candidates` of the chosen one, for a request with these keys. `candidates` is
-    /// never empty, and its order is the order of the pool's slots.
-    fn choose(&mut self, candidates: &[Candidate], key: &RequestKey) -> usize;
+    /// Position of the chosen slot, for a request with these keys. Some slot of `round` is open, and
+    /// one that is open is chosen.
+    fn choose(&mut self, round: &Round, key: &RequestKey) -> usize;
 
-    /// How many bytes of the prompt's beginning a candidate within the bounds of load is known to
+    /// How many bytes of the prompt's beginning an open slot within the bounds of load is known to
     /// have in its cache; 0 where the policy knows of no caches.
-    fn known_bytes(&self, candidates: &[Candidate], key: &RequestKey) -> usize {
-        let (_, _) = (candidates, key);
+    fn known_bytes(&self, round: &Round, key: &RequestKey) -> usize {
+        let (_, _) = (round, key);
         0
     }
 }
@@ -123,7 +90,7 @@ impl PolicyKind {
         }
     }
 
-    /// Whether the policy looks at [`Candidate::load`], which engines are otherwise not asked for.
+    /// Whether the policy looks at [`Round::load`], which engines are otherwise not asked for.
     pub fn reads_load(self) -> bool {
         match self {
             Self::RoundRobin => false,

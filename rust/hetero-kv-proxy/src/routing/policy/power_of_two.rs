@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use super::hash::mix;
-use super::{Candidate, Policy, RequestKey};
+use super::{Policy, RequestKey, Round};
 
 /// Draws two different slots and takes the one with fewer legs in flight for its weight.
 ///
@@ -37,23 +37,24 @@ impl PowerOfTwo {
 }
 
 impl Policy for PowerOfTwo {
-    fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
-        let count = candidates.len();
-        let first = self.draw(count);
+    fn choose(&mut self, round: &Round, _: &RequestKey) -> usize {
+        let count = round.open_count();
+        let drawn = self.draw(count);
+        let first = round.nth_open(drawn);
         if count == 1 {
             return first;
         }
         // One of the others.
-        let second = (first + 1 + self.draw(count - 1)) % count;
-        let (one, other) = (&candidates[first], &candidates[second]);
-        match other.load_beside(one) {
+        let second = round.nth_open((drawn + 1 + self.draw(count - 1)) % count);
+        let (one, other) = (round.weight(first), round.weight(second));
+        match round.burden(second).cmp(&round.burden(first)) {
             Ordering::Less => second,
             Ordering::Greater => first,
-            Ordering::Equal if one.weight == other.weight => first,
+            Ordering::Equal if one == other => first,
             // Idle slots get their shares, too.
             Ordering::Equal => {
-                let both = one.weight.saturating_add(other.weight);
-                match self.draw(both as usize) < other.weight as usize {
+                let both = one.saturating_add(other);
+                match self.draw(both as usize) < other as usize {
                     true => second,
                     false => first,
                 }

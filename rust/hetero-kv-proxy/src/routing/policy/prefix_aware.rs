@@ -1,6 +1,6 @@
 //! The slot whose engine has most of the prompt in its cache, as far as routing can know.
 
-use super::{Candidate, LeastLoaded, LoadCap, Policy, RequestKey, load_cap};
+use super::{LeastLoaded, Policy, RequestKey, Round};
 
 /// Ways of one set. A beginning that every request has fills its set with the slots that serve it.
 const WAYS: usize = 8;
@@ -43,46 +43,40 @@ impl Default for PrefixAware {
 }
 
 impl Policy for PrefixAware {
-    fn choose(&mut self, candidates: &[Candidate], key: &RequestKey) -> usize {
+    fn choose(&mut self, round: &Round, key: &RequestKey) -> usize {
         let chosen = self
-            .warm(candidates, key)
-            .unwrap_or_else(|| self.emptiest.choose(candidates, key));
+            .warm(round, key)
+            .unwrap_or_else(|| self.emptiest.choose(round, key));
         self.clock = self.clock.wrapping_add(1);
         for prefix in key.prefixes() {
-            self.remember(*prefix, short(candidates[chosen].identity));
+            self.remember(*prefix, round.short(chosen));
         }
         chosen
     }
 
-    fn known_bytes(&self, candidates: &[Candidate], key: &RequestKey) -> usize {
-        self.warmest(candidates, key).map_or(0, |(bytes, _)| bytes)
+    fn known_bytes(&self, round: &Round, key: &RequestKey) -> usize {
+        self.warmest(round, key).map_or(0, |(bytes, _)| bytes)
     }
 }
 
 impl PrefixAware {
     /// The least loaded of the slots that served the longest beginning, if its load is in bounds;
     /// else of those that served the next longest.
-    pub(super) fn warm(&self, candidates: &[Candidate], key: &RequestKey) -> Option<usize> {
-        self.warmest(candidates, key).map(|(_, slot)| slot)
+    pub(super) fn warm(&self, round: &Round, key: &RequestKey) -> Option<usize> {
+        self.warmest(round, key).map(|(_, slot)| slot)
     }
 
     /// The same, and how long that beginning is.
-    fn warmest(&self, candidates: &[Candidate], key: &RequestKey) -> Option<(usize, usize)> {
-        let cap = load_cap(candidates);
+    fn warmest(&self, round: &Round, key: &RequestKey) -> Option<(usize, usize)> {
+        let cap = round.load_cap();
+        let may = |at: &usize| round.is_open(*at) && cap.admits(round.load(*at), round.weight(*at));
         key.long_prefixes().find_map(|(bytes, prefix)| {
             let tag = tag(prefix);
-            let mut served = self.sets[set(prefix)]
-                .iter()
-                .filter(|served| served.prefix == tag)
-                .map(|served| served.slot);
-            let first = served.next()?;
-            // Fewer than all ways: the first fills the rest.
-            let mut slots = [first; WAYS];
-            slots
-                .iter_mut()
-                .zip(served)
-                .for_each(|(slot, next)| *slot = next);
-            emptiest_of(candidates, slots, cap).map(|slot| (bytes, slot))
+            let ways = self.sets[set(prefix)].iter();
+            let served = ways.filter(|served| served.prefix == tag);
+            let slots = served.flat_map(|served| round.of_short(served.slot));
+            let emptiest = slots.filter(may).min_by_key(|at| (round.burden(*at), *at));
+            emptiest.map(|slot| (bytes, slot))
         })
     }
 
@@ -91,39 +85,25 @@ impl PrefixAware {
         let now = self.clock;
         let tag = tag(prefix);
         let ways = &mut self.sets[set(prefix)];
-        let mut oldest = 0;
-        for (at, way) in ways.iter().enumerate() {
-            if way.prefix == tag && way.slot == slot {
-                oldest = at;
-                break;
-            }
-            if now.wrapping_sub(way.at) > now.wrapping_sub(ways[oldest].at) {
-                oldest = at;
-            }
+        // Without an early end, which no processor foresees: the pair itself is older than any age.
+        let age = |way: &Served| match (way.prefix == tag) & (way.slot == slot) {
+            true => u64::MAX,
+            false => u64::from(now.wrapping_sub(way.at)),
+        };
+        let mut oldest = (age(&ways[0]), 0);
+        for (at, way) in ways.iter().enumerate().skip(1) {
+            let next = (age(way), at);
+            oldest = match next.0 > oldest.0 {
+                true => next,
+                false => oldest,
+            };
         }
-        ways[oldest] = Served {
+        ways[oldest.1] = Served {
             prefix: tag,
             slot,
             at: now,
         };
     }
-}
-
-/// The candidate with the fewest legs in flight for its weight, below `cap`, of those in `slots`.
-fn emptiest_of(candidates: &[Candidate], slots: [u32; WAYS], cap: LoadCap) -> Option<usize> {
-    let mut found: Option<usize> = None;
-    for (at, candidate) in candidates.iter().enumerate() {
-        let identity = short(candidate.identity);
-        // Without an early end: all ways are compared in one step.
-        let known = slots
-            .iter()
-            .fold(false, |known, slot| known | (*slot == identity));
-        let fewer = |at: usize| candidate.load_beside(&candidates[at]).is_lt();
-        if known && cap.admits(candidate) && found.is_none_or(fewer) {
-            found = Some(at);
-        }
-    }
-    found
 }
 
 fn set(prefix: u64) -> usize {
@@ -132,8 +112,4 @@ fn set(prefix: u64) -> usize {
 
 fn tag(prefix: u64) -> u32 {
     (prefix >> 32) as u32
-}
-
-fn short(identity: u64) -> u32 {
-    (identity >> 32) as u32
 }

@@ -1,6 +1,6 @@
 //! Each slot in turn, by its weight.
 
-use super::{Candidate, Policy, RequestKey};
+use super::{Policy, RequestKey, Round};
 
 /// The slot that is due first; of equal weights, the one whose last turn was longest ago.
 ///
@@ -13,16 +13,10 @@ pub struct RoundRobin {
 }
 
 impl Policy for RoundRobin {
-    fn choose(&mut self, candidates: &[Candidate], _: &RequestKey) -> usize {
+    fn choose(&mut self, round: &Round, _: &RequestKey) -> usize {
         // Those that had no turn begin in their order.
-        let start = self.turn % candidates.len();
+        let start = round.nth_open(self.turn % round.open_count());
         self.turn = self.turn.wrapping_add(1);
-        let mut chosen = start;
-        for at in (start + 1..candidates.len()).chain(0..start) {
-            if candidates[at].turn() < candidates[chosen].turn() {
-                chosen = at;
-            }
-        }
-        chosen
+        round.next_in_turn(start)
     }
 }

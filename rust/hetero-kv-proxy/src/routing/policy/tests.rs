@@ -3,6 +3,39 @@
 use super::*;
 use proptest::prelude::*;
 
+/// One slot that may be chosen.
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    slot: usize,
+    load: u32,
+    cache_used: u16,
+    weight: u32,
+    due: u64,
+    picked: u64,
+    identity: u64,
+}
+
+/// A round of these slots.
+fn round(slots: &[Candidate]) -> Round {
+    let mut round = Round::new(slots.iter().map(|slot| slot.identity).collect());
+    for (at, slot) in slots.iter().enumerate() {
+        let turn = Turn {
+            due: slot.due,
+            picked: slot.picked,
+        };
+        let facts = SlotFacts {
+            load: slot.load,
+            cache_used: slot.cache_used,
+            weight: slot.weight,
+            turn,
+            has_room: true,
+        };
+        round.set(at, &facts);
+    }
+    round.set_reach(|_| true);
+    round
+}
+
 fn candidates(loads: &[u32]) -> Vec<Candidate> {
     loads
         .iter()
@@ -190,12 +223,12 @@ fn power_of_two_never_takes_the_heavier_of_two_and_spreads_over_many() {
     let mut policy = PowerOfTwo::default();
     let key = RequestKey::default();
     let two = candidates(&[3, 2]);
-    assert!((0..100).all(|_| policy.choose(&two, &key) == 1));
-    assert_eq!(policy.choose(&candidates(&[7]), &key), 0);
+    assert!((0..100).all(|_| policy.choose(&round(&two), &key) == 1));
+    assert_eq!(policy.choose(&round(&candidates(&[7])), &key), 0);
 
     let mut many = candidates(&[0; 64]);
     for _ in 0..64 * 100 {
-        let chosen = policy.choose(&many, &key);
+        let chosen = policy.choose(&round(&many), &key);
         many[chosen].load += 1;
     }
     let loads = many.iter().map(|candidate| candidate.load);
@@ -210,7 +243,7 @@ fn power_of_two_draws_every_slot_of_equal_loads_alike() {
     let slots = candidates(&[1; 12]);
     let mut counts = [0; 12];
     for _ in 0..12_000 {
-        counts[policy.choose(&slots, &RequestKey::default())] += 1;
+        counts[policy.choose(&round(&slots), &RequestKey::default())] += 1;
     }
     assert!(
         counts.iter().all(|count| (880..1_120).contains(count)),
@@ -224,7 +257,7 @@ fn consistent_hash_gives_sessions_even_shares() {
     let slots = candidates(&[0; 16]);
     let mut counts = [0; 16];
     for session in 0..16_000 {
-        counts[policy.choose(&slots, &of_session(&session.to_string()))] += 1;
+        counts[policy.choose(&round(&slots), &of_session(&session.to_string()))] += 1;
     }
     assert!(
         counts.iter().all(|count| (880..1_120).contains(count)),
@@ -240,9 +273,9 @@ fn one_hot_key_does_not_drown_its_slot() {
     ] {
         let key = of_prompt(&text(1, 300));
         let mut slots = candidates(&[0; 8]);
-        let home = policy.choose(&slots, &key);
+        let home = policy.choose(&round(&slots), &key);
         for placed in 0..800_u32 {
-            let chosen = policy.choose(&slots, &key);
+            let chosen = policy.choose(&round(&slots), &key);
             if placed < LEGS_FREE {
                 assert_eq!(chosen, home, "{policy:?}: a few legs are no load");
             }
@@ -252,7 +285,7 @@ fn one_hot_key_does_not_drown_its_slot() {
         }
         // Its own slot is the first to take more again.
         slots.iter_mut().for_each(|slot| slot.load = 1);
-        assert_eq!(policy.choose(&slots, &key), home);
+        assert_eq!(policy.choose(&round(&slots), &key), home);
     }
 }
 
@@ -264,7 +297,11 @@ fn the_cap_is_a_quarter_over_the_mean_with_the_leg_to_place() {
         (vec![0, 0, 0, 33], 11),
         (vec![100], 127),
     ] {
-        assert_eq!(load_cap(&candidates(&loads)).legs(1), cap, "{loads:?}");
+        assert_eq!(
+            round(&candidates(&loads)).load_cap().legs(1),
+            cap,
+            "{loads:?}"
+        );
     }
 }
 
@@ -272,7 +309,7 @@ fn the_cap_is_a_quarter_over_the_mean_with_the_leg_to_place() {
 fn keyless_requests_go_to_the_least_loaded() {
     for kind in [PolicyKind::ConsistentHash, PolicyKind::PrefixAware] {
         let mut policy = kind.build();
-        let chosen = policy.choose(&candidates(&[2, 1, 0, 1]), &RequestKey::default());
+        let chosen = policy.choose(&round(&candidates(&[2, 1, 0, 1])), &RequestKey::default());
         assert_eq!(chosen, 2, "{kind:?}");
     }
 }
@@ -284,7 +321,7 @@ fn a_conversation_stays_where_it_began() {
     let mut turns: Vec<Vec<u8>> = (0..12).map(|seed| text(seed, 200)).collect();
     let homes: Vec<usize> = turns
         .iter()
-        .map(|turn| policy.choose(&slots, &of_prompt(turn)))
+        .map(|turn| policy.choose(&round(&slots), &of_prompt(turn)))
         .collect();
     // New conversations spread.
     for slot in 0..6 {
@@ -300,7 +337,7 @@ fn a_conversation_stays_where_it_began() {
         for (seed, (turn, home)) in turns.iter_mut().zip(&homes).enumerate().rev() {
             *turn = text(seed as u32, more);
             assert_eq!(
-                policy.choose(&slots, &of_prompt(turn)),
+                policy.choose(&round(&slots), &of_prompt(turn)),
                 *home,
                 "{more} bytes"
             );
@@ -315,22 +352,22 @@ fn the_longest_beginning_wins_and_a_short_one_does_not_bind() {
     let mut branch = base.clone();
     branch.splice(1_024.., text(2, 3_072));
     let mut idle = candidates(&[0; 4]);
-    let of_base = policy.choose(&idle, &of_prompt(&base));
+    let of_base = policy.choose(&round(&idle), &of_prompt(&base));
     // Its half of a common beginning is not enough while that slot is full.
     idle[of_base].load = 50;
-    let of_branch = policy.choose(&idle, &of_prompt(&branch));
+    let of_branch = policy.choose(&round(&idle), &of_prompt(&branch));
     assert_ne!(of_base, of_branch);
     idle[of_base].load = 0;
     for _ in 0..3 {
-        assert_eq!(policy.choose(&idle, &of_prompt(&base)), of_base);
-        assert_eq!(policy.choose(&idle, &of_prompt(&branch)), of_branch);
+        assert_eq!(policy.choose(&round(&idle), &of_prompt(&base)), of_base);
+        assert_eq!(policy.choose(&round(&idle), &of_prompt(&branch)), of_branch);
     }
     // 512 bytes in common with either are an eighth of it.
     let mut spread = std::collections::BTreeSet::new();
     for seed in 3..40 {
         let mut other = base[..512].to_vec();
         other.extend(text(seed, 3_584));
-        spread.insert(policy.choose(&idle, &of_prompt(&other)));
+        spread.insert(policy.choose(&round(&idle), &of_prompt(&other)));
     }
     assert_eq!(spread.len(), 4);
 }
@@ -340,26 +377,26 @@ fn a_beginning_that_outgrows_its_slot_is_known_on_several() {
     let mut policy = PrefixAware::default();
     let key = of_prompt(&text(1, 500));
     let mut slots = candidates(&[0; 8]);
-    let first = policy.choose(&slots, &key);
+    let first = policy.choose(&round(&slots), &key);
     slots[first].load = LEGS_FREE;
-    let second = policy.choose(&slots, &key);
+    let second = policy.choose(&round(&slots), &key);
     assert_ne!(first, second);
     // Both are warm: the emptier of them is taken, and no third.
     slots[first].load = 2;
     slots[second].load = 1;
-    assert_eq!(policy.choose(&slots, &key), second);
+    assert_eq!(policy.choose(&round(&slots), &key), second);
     slots[second].load = 3;
-    assert_eq!(policy.choose(&slots, &key), first);
+    assert_eq!(policy.choose(&round(&slots), &key), first);
     // The first is gone.
     slots.remove(first);
-    let at = policy.choose(&slots, &key);
+    let at = policy.choose(&round(&slots), &key);
     assert_eq!(slots[at].slot, second);
 }
 
 #[test]
 fn what_is_used_stays_while_many_others_pass() {
     let mut policy = PrefixAware::default();
-    let slots = candidates(&[0; 8]);
+    let slots = round(&candidates(&[0; 8]));
     let key = of_prompt(&text(1, 600));
     let home = policy.choose(&slots, &key);
     let mut passed_by = 0;
@@ -393,8 +430,8 @@ proptest! {
         fewer.iter_mut().zip(0..).for_each(|(candidate, at)| candidate.slot = at);
         for session in sessions {
             let key = of_session(&session);
-            let with = all[policy.choose(&all, &key)];
-            let without = fewer[policy.choose(&fewer, &key)];
+            let with = all[policy.choose(&round(&all), &key)];
+            let without = fewer[policy.choose(&round(&fewer), &key)];
             prop_assert!(
                 with.slot == gone || with.identity == without.identity,
                 "{with:?} {without:?}"
@@ -410,15 +447,15 @@ proptest! {
         prompts in prop::collection::vec((0_u32..4, 0_usize..2_000), 1..20),
     ) {
         let slots = candidates(&loads);
-        let cap = load_cap(&slots);
+        let cap = round(&slots).load_cap();
         for kind in PolicyKind::ALL {
             let mut policy = kind.build();
             for (seed, bytes) in &prompts {
                 let key = of_prompt(&text(*seed, *bytes));
-                let chosen = policy.choose(&slots, &key);
+                let chosen = policy.choose(&round(&slots), &key);
                 prop_assert!(chosen < slots.len());
                 if kind.reads_key() {
-                    prop_assert!(cap.admits(&slots[chosen]), "{kind:?}");
+                    prop_assert!(cap.admits(slots[chosen].load, slots[chosen].weight), "{kind:?}");
                 }
             }
         }
@@ -435,12 +472,12 @@ fn of_equal_loads_the_emptier_cache_is_taken_and_load_counts_first() {
         slots[2].cache_used,
     ) = (900, 300, 0);
     for _ in 0..4 {
-        assert_eq!(policy.choose(&slots, &RequestKey::default()), 1);
+        assert_eq!(policy.choose(&round(&slots), &RequestKey::default()), 1);
     }
     // Within a quarter they are alike, and served in turn.
     slots[0].cache_used = 499;
     let taken: Vec<usize> = (0..4)
-        .map(|_| policy.choose(&slots, &RequestKey::default()))
+        .map(|_| policy.choose(&round(&slots), &RequestKey::default()))
         .collect();
     assert!(taken == [0, 1, 0, 1] || taken == [1, 0, 1, 0], "{taken:?}");
 }
@@ -458,7 +495,8 @@ fn turns_are_kept_whoever_else_is_served_in_between() {
                 0 => 0..3,
                 _ => 3..5,
             };
-            let chosen = among.start + policy.choose(&slots[among.clone()], &RequestKey::default());
+            let chosen =
+                among.start + policy.choose(&round(&slots[among.clone()]), &RequestKey::default());
             slots[chosen].picked = turn;
             counts[chosen] += 1;
         }

@@ -38,5 +38,6 @@ impl Pool {
         self.legs_max = legs_max;
         self.load_fresh_ms = load_fresh_ms;
         self.rules = health;
+        self.told.forget();
     }
 }

@@ -59,12 +59,15 @@ impl Pool {
     /// an instance as well that has a weight may serve it.
     pub fn set_weight(&mut self, instance: InstanceIndex, weight: u32) {
         let all = self.turned;
-        if let Some(known) = self.get_mut(instance) {
+        if let Some(at) = self.position(instance) {
+            let known = &mut self.instances[at];
             known.weight = Weight::new(weight);
             // The long step of a small weight does not keep it from the turns that it has now.
             for rank in &mut known.ranks {
                 rank.due = rank.due.min(known.weight.first_due(all));
             }
+            self.show_ranks(at);
+            self.reach.forget();
         }
     }
 }
