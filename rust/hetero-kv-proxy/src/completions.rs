@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue, Request as HttpRequest, header};
 use hyper::body::Incoming;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::Ticket;
@@ -19,7 +19,7 @@ use crate::headers;
 use crate::instance::Instance;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, Refusal, after_failure, answer_broken, read_answer, slot,
+    Attempt, Call, Failure, Refusal, after_failure, answer_broken, rarely, read_answer, slot,
     tries_elsewhere,
 };
 use crate::openai::Route;
@@ -147,7 +147,8 @@ async fn run(
     };
     let running = Running::enter(app, &call.headers);
     let decode = tokio::select! {
-        decode = legs(&call, order, deadline, record) => decode?,
+        decode = legs(&call, order, record) => decode?,
+        () = sleep_until(deadline) => return Err(deadline_exceeded().into()),
         // As if the client had left.
         () = running.aborted() => return Err(aborted().into()),
     };
@@ -179,18 +180,13 @@ fn request_key(app: &App, request: &Request, headers: &HeaderMap) -> RequestKey 
 }
 
 /// Sends the legs until there is a head of a decode answer.
-async fn legs(
-    call: &Arc<Call>,
-    order: Order,
-    deadline: Instant,
-    record: &mut Record,
-) -> Result<DecodeHead, Failure> {
-    match legs_in_order(call, order, deadline, record).await {
+async fn legs(call: &Arc<Call>, order: Order, record: &mut Record) -> Result<DecodeHead, Failure> {
+    match legs_in_order(call, order, record).await {
         Err(Failure::NoPrefill(_))
             if call.app.config().on_no_prefill == OnNoPrefill::DecodeOnly =>
         {
             call.app.count_fallback("no_prefill");
-            legs_in_order(call, Order::DecodeAlone, deadline, record).await
+            legs_in_order(call, Order::DecodeAlone, record).await
         }
         ended => ended,
     }
@@ -199,7 +195,6 @@ async fn legs(
 async fn legs_in_order(
     call: &Arc<Call>,
     order: Order,
-    deadline: Instant,
     record: &mut Record,
 ) -> Result<DecodeHead, Failure> {
     let app = &call.app;
@@ -209,31 +204,21 @@ async fn legs_in_order(
         retries_max: config.retries_max,
         refuses_second_read: config.connector.refuses_second_read(),
     });
-    let late = |_| Failure::from(deadline_exceeded());
     record.enter(Phase::Queue);
-    let slots = timeout_at(deadline, first_slots(call, order))
-        .await
-        .map_err(late)??;
+    let slots = first_slots(call, order).await?;
     match order {
         Order::DecodeAlone => {
             record.enter(Phase::HandOver);
             // Nothing is pinned anywhere: a client that leaves closes the leg at once.
-            timeout_at(deadline, decode_alone(call, flow, slots.decode))
-                .await
-                .map_err(late)?
+            decode_alone(call, flow, slots.decode).await
         }
         Order::PrefillFirst => {
             record.enter(Phase::Prefill);
-            let prefilled = timeout_at(deadline, prefill_leg(call, flow, slots))
-                .await
-                .map_err(late)??;
+            let prefilled = prefill_leg(call, flow, slots).await?;
             record.enter(Phase::HandOver);
             let rest = hand_over(Arc::clone(call), prefilled);
             let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
-            timeout_at(deadline, hand_over.head())
-                .await
-                .map_err(late)?
-                .ok_or_else(ended_twice)?
+            hand_over.head().await.ok_or_else(ended_twice)?
         }
         Order::Together => {
             record.enter(Phase::HandOver);
@@ -242,10 +227,7 @@ async fn legs_in_order(
             let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
             // Dropped here, it closes the prefill leg at once; the decode leg has its grace.
             let leaving = leaving.drop_guard();
-            let decode = timeout_at(deadline, hand_over.head())
-                .await
-                .map_err(late)?
-                .ok_or_else(ended_twice)??;
+            let decode = hand_over.head().await.ok_or_else(ended_twice)??;
             leaving.disarm();
             Ok(decode)
         }
@@ -286,7 +268,7 @@ async fn decode_leg(
     flow: &mut Flow,
     mut taken: Option<SlotLease>,
     prefilled: Option<&Instance>,
-    leg: impl Fn(&SlotLease) -> Option<Leg>,
+    mut leg: impl FnMut(&SlotLease) -> Option<Leg>,
 ) -> Result<(upstream::Answer, SlotLease), Failure> {
     let has_handle = prefilled.is_some();
     let peer = prefilled;
@@ -321,7 +303,7 @@ async fn decode_leg(
     let ended = tries.await;
     match ended {
         Ok(begun) => Ok(begun),
-        Err(failure) => Err(refusal.or(call, failure).await),
+        Err(failure) => Err(rarely(refusal.or(call, failure)).await),
     }
 }
 
@@ -346,7 +328,7 @@ async fn prefill_leg(call: &Call, flow: Flow, slots: Slots) -> Result<Prefilled,
     let prefilled = prefill_tries(call, flow, slots, &mut refusal).await;
     match prefilled {
         Ok(prefilled) => Ok(prefilled),
-        Err(failure) => Err(refusal.or(call, failure).await),
+        Err(failure) => Err(rarely(refusal.or(call, failure)).await),
     }
 }
 
@@ -370,7 +352,7 @@ async fn prefill_tries(
             None => {
                 let tried = flow.tried(Role::Prefill);
                 let peer = decode.as_ref().map(|lease| &**lease.instance());
-                call.slot(Role::Prefill, tried, peer).await?
+                rarely(call.slot(Role::Prefill, tried, peer)).await?
             }
         };
         // A new id each time: the engine that failed may still hold blocks under the old one.
@@ -449,7 +431,8 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
         };
         connector.decode_leg(&transfer, Some(&answer))
     };
-    let has_handle = leg(decode.as_ref()).is_some();
+    let mut first = leg(decode.as_ref());
+    let has_handle = first.is_some();
     let stopped = answer.ended == Ended::Stopped;
     match flow.prefill_answered(status.as_u16(), has_handle, stopped) {
         AfterPrefill::HandOver => {
@@ -480,16 +463,18 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
     }
 
     // Of several prompts prefill had the first only, and decode's sum is the better one.
-    let cached = match has_handle && !call.request.is_batch() {
-        true => Cached::of_prefill(&body, call.route),
+    let usage = match has_handle && !call.request.is_batch() {
+        true => answer.usage,
         false => None,
     };
+    let cached = usage.and_then(|usage| Cached::of_prefill(usage, call.route));
     let taken = decode.take();
     let leg = |lease: &SlotLease| {
         if has_handle {
             lease.reads_from(&prefill_instance, Some(answered_us));
         }
-        leg(Some(lease))
+        // The first is that of the slot taken before, or names none.
+        first.take().or_else(|| leg(Some(lease)))
     };
     let with = has_handle.then_some(&*prefill_instance);
     let (answer, lease) = decode_leg(&call, &mut flow, taken, with, leg).await?;

@@ -1,5 +1,6 @@
 //! One leg of a request: choosing its slot, sending it, and what follows when it fails.
 
+use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -52,6 +53,12 @@ impl From<Refused> for Failure {
             Refused::Told(error) => Self::Api(error),
         }
     }
+}
+
+/// A future that few requests wait for, on the heap: the others would have room for it in a state
+/// that is moved as they go.
+pub(crate) fn rarely<F: Future>(future: F) -> Pin<Box<F>> {
+    Box::pin(future)
 }
 
 /// The error where no instance of a role takes legs.
@@ -266,12 +273,11 @@ impl Call {
 
     /// The engine id at the prefill slot, for a connector that needs it.
     pub(crate) async fn engine_id(&self, lease: &SlotLease) -> Result<Option<Arc<str>>, SendError> {
-        if !self.app.config().connector.needs_engine_id() {
+        let config = self.app.config();
+        if !config.connector.needs_engine_id() {
             return Ok(None);
         }
-        bootstrap::engine_id(&self.app.config(), lease)
-            .await
-            .map(Some)
+        rarely(bootstrap::engine_id(&config, lease)).await.map(Some)
     }
 }
 
@@ -402,7 +408,7 @@ impl Refusal {
         let Some(answer) = self.0 else {
             return failure;
         };
-        match read_answer(&call.app, answer.body).await {
+        match rarely(read_answer(&call.app, answer.body)).await {
             Some(body) => call.passed_on(answer.head, body),
             None => failure,
         }

@@ -139,7 +139,8 @@ impl Upstream {
             let reused = kept.is_some();
             let mut wire = match kept.take() {
                 Some(wire) => wire,
-                None => Wire::new(self.connect().await.map_err(SendError::Connect)?),
+                // On the heap: most exchanges have a kept connection, and no room for this.
+                None => Wire::new(Box::pin(self.connect()).await.map_err(SendError::Connect)?),
             };
             match exchange(&mut wire, &mut request, method).await {
                 Ok(AnswerHead {

@@ -52,6 +52,7 @@ fn length(params: &str) -> PrefillAnswer<'_> {
     PrefillAnswer {
         params: Some(params),
         ended: Ended::Length,
+        usage: None,
     }
 }
 
@@ -95,6 +96,7 @@ fn hetero_and_nixl_hand_the_answers_params_over_byte_for_byte() {
         let nothing = PrefillAnswer {
             params: None,
             ended: Ended::Length,
+            usage: None,
         };
         assert_eq!(connector.decode_leg(&transfer, Some(&nothing)), None);
         let prefill = parsed(&connector.prefill_leg(&transfer));
@@ -116,6 +118,7 @@ fn mooncake_names_its_transfer_the_bootstrap_server_and_the_engine_at_the_rank()
     let answer = |ended| PrefillAnswer {
         params: None,
         ended,
+        usage: None,
     };
     let leg = mooncake.decode_leg(&transfer, Some(&answer(Ended::Length)));
     assert_eq!(

@@ -24,6 +24,8 @@ pub struct PrefillAnswer<'a> {
     pub params: Option<&'a str>,
     /// Why it ended after its one token: by the first choice, or by the status of a response.
     pub ended: Ended,
+    /// The raw `usage` object. `None` where there is none, or two.
+    pub usage: Option<&'a str>,
 }
 
 /// Reads a prefill answer, in one pass over it.
@@ -32,6 +34,7 @@ pub fn read(body: &[u8]) -> PrefillAnswer<'_> {
         return PrefillAnswer {
             params: None,
             ended: Ended::Unknown,
+            usage: None,
         };
     };
     let member = |name| {
@@ -41,6 +44,7 @@ pub fn read(body: &[u8]) -> PrefillAnswer<'_> {
     PrefillAnswer {
         params: member("kv_transfer_params").filter(|raw| raw.starts_with('{')),
         ended: ended(member("choices"), member("status")).unwrap_or(Ended::Unknown),
+        usage: member("usage").filter(|raw| raw.starts_with('{')),
     }
 }
 

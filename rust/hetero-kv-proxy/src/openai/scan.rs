@@ -7,8 +7,9 @@ use super::splice::Member;
 
 /// Deeper nesting is left to the parser.
 const DEPTH_MAX: usize = 128;
-/// Bytes of a string that are looked at together.
-const LANES: usize = 32;
+/// Bytes of a string that are looked at together: of a long one, and of what is left of it.
+const LONG_LANES: usize = 64;
+const LANES: usize = 16;
 
 /// The offset behind the opening brace and the members, or `None` where a parser has to judge.
 pub(super) fn members(text: &[u8]) -> Option<(usize, Vec<Member>)> {
@@ -103,17 +104,12 @@ impl Scan<'_> {
 
     /// Passes bytes that stand for themselves.
     fn plain(&mut self) {
-        let special = |byte: u8| (byte < b' ') | (byte == b'"') | (byte == b'\\');
         let rest = &self.text[self.at..];
-        // Without a branch for each byte, so that a processor takes many at once.
-        let (lanes, _) = rest.as_chunks::<LANES>();
-        let whole = lanes
-            .iter()
-            .take_while(|lane| !lane.iter().fold(false, |any, byte| any | special(*byte)))
-            .count();
-        let tail = &rest[whole * LANES..];
-        let plain = tail.iter().position(|byte| special(*byte));
-        self.at += whole * LANES + plain.unwrap_or(tail.len());
+        let long = plain_lanes::<LONG_LANES>(rest);
+        let lanes = plain_lanes::<LANES>(&rest[long..]);
+        let tail = &rest[long + lanes..];
+        let plain = tail.iter().position(|byte| is_special(*byte) != 0);
+        self.at += long + lanes + plain.unwrap_or(tail.len());
     }
 
     /// Passes one value of any kind.
@@ -128,6 +124,7 @@ impl Scan<'_> {
                     self.string()?;
                 }
                 b'{' | b'[' if depth == DEPTH_MAX => return None,
+                b'[' if self.integers() => {}
                 open @ (b'{' | b'[') => {
                     self.at += 1;
                     self.space();
@@ -171,6 +168,15 @@ impl Scan<'_> {
                 }
             }
         }
+    }
+
+    /// Passes a list of integers without spaces, which is how block ids and tokens come; at any other
+    /// value it stays where it is, and says so.
+    fn integers(&mut self) -> bool {
+        let list = &self.text[self.at..];
+        let end = integers_end(list);
+        self.at += end.unwrap_or(0);
+        end.is_some()
     }
 
     /// Passes the name of a member and what stands between it and its value.
@@ -222,3 +228,62 @@ impl Scan<'_> {
         (self.at > from).then_some(())
     }
 }
+
+/// Not 0 for a byte that ends a string, begins an escape, or has to be escaped.
+fn is_special(byte: u8) -> u8 {
+    u8::from((byte < b' ') | (byte == b'"') | (byte == b'\\'))
+}
+
+/// The length of the first whole lanes in which no byte is special.
+// Inlined where it is called, it is no longer compiled to many bytes at once.
+#[inline(never)]
+fn plain_lanes<const BYTES: usize>(text: &[u8]) -> usize {
+    // Without a branch for each byte, so that a processor takes many at once.
+    let is_plain = |lane: &[u8; BYTES]| {
+        let any = lane.iter().fold(0, |any, byte| any | is_special(*byte));
+        any == 0
+    };
+    let (lanes, _) = text.as_chunks::<BYTES>();
+    BYTES * lanes.iter().take_while(|lane| is_plain(lane)).count()
+}
+
+/// Not 0 for a byte that cannot stand in a list of integers without spaces behind these two, of which
+/// the first digit of the list may be the last.
+fn is_foreign([before, last, byte]: [u8; 3]) -> u8 {
+    let is_digit = |byte: u8| byte.wrapping_sub(b'0') < 10;
+    let other = !(is_digit(byte) | (byte == b','));
+    let no_number = (byte == b',') & !is_digit(last);
+    let leading_zero = is_digit(byte) & (last == b'0') & !is_digit(before);
+    u8::from(other | no_number | leading_zero)
+}
+
+/// Where a list of integers without spaces ends that begins with this bracket; `None` where there is
+/// no such list.
+#[inline(never)]
+fn integers_end(list: &[u8]) -> Option<usize> {
+    if !list.get(1)?.is_ascii_digit() {
+        return None;
+    }
+    // Three looks at the same text, so that each byte is judged without a branch and with nothing
+    // carried from the one before.
+    let (before, _) = list.as_chunks::<LANES>();
+    let (last, _) = list[1..].as_chunks::<LANES>();
+    let (lanes, _) = list[2..].as_chunks::<LANES>();
+    let is_listed = |((lane, last), before): &((&[u8; LANES], &[u8; LANES]), &[u8; LANES])| {
+        (0..LANES).fold(0, |any, at| {
+            any | is_foreign([before[at], last[at], lane[at]])
+        }) == 0
+    };
+    let lanes = lanes.iter().zip(last).zip(before);
+    let mut end = 2 + LANES * lanes.take_while(is_listed).count();
+    while let Some(&[before, last, byte]) = list.get(end - 2..=end)
+        && is_foreign([before, last, byte]) == 0
+    {
+        end += 1;
+    }
+    let closes = list.get(end) == Some(&b']') && list[end - 1].is_ascii_digit();
+    closes.then_some(end + 1)
+}
+
+#[cfg(test)]
+mod tests;

@@ -26,14 +26,13 @@ pub struct Cached {
 }
 
 impl Cached {
-    /// The count in a prefill answer; `None` where it tells none.
-    pub fn of_prefill(answer: &[u8], route: Route) -> Option<Self> {
+    /// The count in the `usage` of a prefill answer; `None` where it tells none.
+    pub fn of_prefill(usage: &str, route: Route) -> Option<Self> {
         let (details, within) = match route {
             Route::Completions | Route::ChatCompletions => ("prompt_tokens_details", None),
             Route::Responses => ("input_tokens_details", Some("response")),
         };
-        let usage = member(answer, "usage")?;
-        let count = member(member(usage, details)?, CACHED)?;
+        let count = member(member(usage.as_bytes(), details)?, CACHED)?;
         let count = std::str::from_utf8(count).ok()?;
         count.parse::<u64>().ok()?;
         Some(Self {

@@ -1,9 +1,9 @@
+use super::super::response;
 use super::*;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-const PREFILL: &[u8] =
-    br#"{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}}}"#;
+const PREFILL: &str = r#"{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}}"#;
 
 fn cached() -> Cached {
     Cached::of_prefill(PREFILL, Route::Completions).expect("a count")
@@ -65,7 +65,9 @@ fn prefill_tells_a_count_or_none() {
         ("{}", Route::Completions, None),
         ("", Route::Completions, None),
     ] {
-        let told = Cached::of_prefill(body.as_bytes(), route).map(|cached| cached.count);
+        let usage = response::read(body.as_bytes()).usage;
+        let told = usage.and_then(|usage| Cached::of_prefill(usage, route));
+        let told = told.map(|cached| cached.count);
         assert_eq!(told.as_deref(), count, "{body}");
     }
 }
@@ -138,7 +140,7 @@ fn only_the_count_changes_in_an_event_stream_and_lines_pass_as_they_end() {
 
 #[test]
 fn responses_tell_it_within_their_last_event() {
-    let prefill = br#"{"usage":{"input_tokens_details":{"cached_tokens":4}}}"#;
+    let prefill = r#"{"input_tokens_details":{"cached_tokens":4}}"#;
     let cached = Cached::of_prefill(prefill, Route::Responses).expect("a count");
     let event = |count| {
         format!(
