@@ -28,24 +28,13 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
             _ = interrupt.recv() => "SIGINT",
         }
     };
-    let (host, port) = host_port(&config.listen).map_err(anyhow::Error::msg)?;
-    let listener = listener::bind(&host, port)
-        .await
-        .with_context(|| format!("listening on {}", config.listen))?;
+    let listener = listen(&config.listen, "clients").await?;
     let admin = match &config.admin_listen {
-        Some(address) => {
-            let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
-            let bound = listener::bind(&host, port).await;
-            Some(bound.with_context(|| format!("listening on {address} for administrators"))?)
-        }
+        Some(address) => Some(listen(address, "administrators").await?),
         None => None,
     };
     let zmq = match &config.zmq_listen {
-        Some(address) => {
-            let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
-            let bound = listener::bind(&host, port).await;
-            Some(bound.with_context(|| format!("listening on {address} for ZeroMQ"))?)
-        }
+        Some(address) => Some(listen(address, "ZeroMQ").await?),
         None => None,
     };
     let proxy = Proxy::start_all(config, listener, admin, zmq)?;
@@ -68,6 +57,13 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
         name = stop_signal() => tracing::warn!(signal = name, "second signal: not waiting"),
     }
     Ok(())
+}
+
+/// Listens on an address of the settings.
+async fn listen(address: &str, whom: &str) -> anyhow::Result<TcpListener> {
+    let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
+    let bound = listener::bind(&host, port).await;
+    bound.with_context(|| format!("listening on {address} for {whom}"))
 }
 
 /// A proxy that is serving.
