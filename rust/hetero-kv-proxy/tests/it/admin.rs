@@ -1,13 +1,11 @@
 //! The admin listener of a proxy, as those who run engines and the engines themselves use it.
 
-use std::time::Duration;
-
 use hetero_kv_proxy::run::Proxy;
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep};
 
 use crate::client::{Client, Reply};
 use crate::engine::Engine;
+use crate::soon;
 
 pub(crate) async fn connect(proxy: &Proxy) -> Client {
     Client::connect(proxy.admin_address.expect("a listener for administrators")).await
@@ -74,21 +72,16 @@ pub(crate) async fn register(
 
 /// Waits until a worker takes legs.
 pub(crate) async fn routable(proxy: &Proxy, id: &str) {
-    let start = Instant::now();
-    while worker(proxy, id).await["routable"] != json!(true) {
-        assert!(
-            start.elapsed() < Duration::from_secs(5),
-            "{id} takes no legs"
-        );
-        sleep(Duration::from_millis(5)).await;
-    }
+    soon(&format!("{id} takes legs"), async || {
+        worker(proxy, id).await["routable"] == json!(true)
+    })
+    .await;
 }
 
 /// Waits until a worker is not listed any more.
 pub(crate) async fn gone(proxy: &Proxy, id: &str) {
-    let start = Instant::now();
-    while !worker(proxy, id).await.is_null() {
-        assert!(start.elapsed() < Duration::from_secs(5), "{id} does not go");
-        sleep(Duration::from_millis(5)).await;
-    }
+    soon(&format!("{id} goes"), async || {
+        worker(proxy, id).await.is_null()
+    })
+    .await;
 }

@@ -1,112 +1,14 @@
 //! Keys: requests that administrators sign, clients that show theirs, and files read again.
 
-use std::io::{BufRead, BufReader};
-use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use hetero_kv_proxy::cli::Settings;
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep};
 
-use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Engine};
+use crate::client::{Client, Reply, get, send};
+use crate::engine::pair;
+use crate::process::{Serving, command, lines};
 use crate::{COMPLETIONS, PROMPT, metric, proxy_with, urls};
-
-fn command() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_hetero-kv-proxy"));
-    command.env_clear();
-    command
-}
-
-/// A serving process, killed with its test, and where it listens.
-pub(crate) struct Serving {
-    child: Child,
-    pub(crate) clients: SocketAddr,
-    pub(crate) admin: SocketAddr,
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        // One that has ended already is as good.
-        let _killed = self.child.kill();
-        let _status = self.child.wait();
-    }
-}
-
-impl Serving {
-    /// With these flags beside the listeners. What it logs afterwards is in `log`.
-    pub(crate) fn start(flags: &[&str], log: &Path) -> Self {
-        let file = std::fs::File::create(log).expect("a file");
-        let child = command()
-            .args(["serve", "--listen", "127.0.0.1:0", "--admin-listen"])
-            .args(["127.0.0.1:0", "--log-format", "json"])
-            .args(["--health-interval-ms", "20"])
-            .args(flags)
-            .stderr(Stdio::from(file))
-            .spawn()
-            .expect("the executable starts");
-        let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut serving = Self {
-            child,
-            clients: nowhere,
-            admin: nowhere,
-        };
-        let start = Instant::now();
-        loop {
-            let at = |message: &str| {
-                lines(log).into_iter().find_map(|line| {
-                    let fields = &line["fields"];
-                    (fields["message"] == message)
-                        .then(|| fields["listen"].as_str()?.parse().ok())
-                        .flatten()
-                })
-            };
-            if let (Some(clients), Some(admin)) = (at("serving"), at("serving administrators")) {
-                (serving.clients, serving.admin) = (clients, admin);
-                return serving;
-            }
-            assert!(
-                start.elapsed() < Duration::from_secs(10),
-                "{:?}",
-                lines(log)
-            );
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// Has it read its files again, and waits for the `count`th word about it.
-    pub(crate) async fn reload(&self, log: &Path, count: usize) {
-        kill_process(Pid::from_child(&self.child), Signal::HUP).expect("it is there");
-        let start = Instant::now();
-        let told = || {
-            let word = |line: &Value| {
-                let message = line["fields"]["message"].as_str().unwrap_or_default();
-                message.starts_with("reload")
-            };
-            lines(log).iter().filter(|line| word(line)).count()
-        };
-        while told() < count {
-            assert!(
-                start.elapsed() < Duration::from_secs(10),
-                "{:?}",
-                lines(log)
-            );
-            sleep(Duration::from_millis(5)).await;
-        }
-    }
-}
-
-/// The lines of a log that are whole.
-pub(crate) fn lines(log: &Path) -> Vec<Value> {
-    let file = std::fs::File::open(log).expect("a log");
-    let lines = BufReader::new(file).lines().map_while(Result::ok);
-    lines
-        .filter_map(|line| serde_json::from_str(&line).ok())
-        .collect()
-}
 
 /// The headers that `hetero-kv-proxy sign` prints.
 fn sign(key_file: &Path, method: &str, target: &str, body: &str) -> Vec<(String, String)> {
@@ -127,37 +29,8 @@ fn sign(key_file: &Path, method: &str, target: &str, body: &str) -> Vec<(String,
     headers
 }
 
-pub(crate) async fn send(
-    at: SocketAddr,
-    target: &str,
-    headers: &[(String, String)],
-    body: &str,
-) -> Reply {
-    let headers: Vec<(&str, &str)> = headers
-        .iter()
-        .map(|(name, value)| (name.as_str(), value.as_str()))
-        .collect();
-    let mut client = Client::connect(at).await;
-    client.post(target, &headers, body.as_bytes()).await;
-    client.reply().await
-}
-
-pub(crate) async fn get(at: SocketAddr, path: &str) -> Reply {
-    let mut client = Client::connect(at).await;
-    client.get(path).await;
-    client.reply().await
-}
-
 fn bearer(key: &str) -> Vec<(String, String)> {
     vec![("Authorization".to_owned(), format!("Bearer {key}"))]
-}
-
-async fn pair() -> (Engine, Engine) {
-    let blocks = Blocks::default();
-    (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    )
 }
 
 fn refusal(reply: &Reply) -> (u16, String) {

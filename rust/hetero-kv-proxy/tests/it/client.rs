@@ -197,3 +197,26 @@ impl Client {
         reply
     }
 }
+
+/// Posts over a connection of its own.
+pub(crate) async fn send(
+    at: SocketAddr,
+    target: &str,
+    headers: &[(String, String)],
+    body: &str,
+) -> Reply {
+    let headers: Vec<(&str, &str)> = headers
+        .iter()
+        .map(|(name, value)| (name.as_str(), value.as_str()))
+        .collect();
+    let mut client = Client::connect(at).await;
+    client.post(target, &headers, body.as_bytes()).await;
+    client.reply().await
+}
+
+/// Asks over a connection of its own.
+pub(crate) async fn get(at: SocketAddr, path: &str) -> Reply {
+    let mut client = Client::connect(at).await;
+    client.get(path).await;
+    client.reply().await
+}

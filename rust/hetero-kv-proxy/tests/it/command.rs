@@ -5,18 +5,13 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use tokio::time::Instant;
 
 use crate::client::Client;
 use crate::engine::{Engine, Script, pair};
+use crate::process::{Started, command, exit_code, signal};
 use crate::{COMPLETIONS, STREAM};
-
-fn command() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_hetero-kv-proxy"));
-    command.env_clear();
-    command
-}
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -114,29 +109,6 @@ fn an_address_in_use_is_exit_1() {
     );
 }
 
-/// A process that does not outlive its test.
-struct Started(Option<Child>);
-
-impl Started {
-    fn child(&mut self) -> &mut Child {
-        self.0.as_mut().expect("not taken yet")
-    }
-
-    fn into_child(mut self) -> Child {
-        self.0.take().expect("not taken yet")
-    }
-}
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.0.take() {
-            // One that has ended already is as good.
-            let _killed = child.kill();
-            let _status = child.wait();
-        }
-    }
-}
-
 /// Starts `serve` on a free port and reads the address from its first log line.
 fn serve(p: &Engine, d: &Engine) -> (Child, SocketAddr, impl Read) {
     serve_with(p, d, &[])
@@ -163,21 +135,6 @@ fn serve_with(p: &Engine, d: &Engine, flags: &[&str]) -> (Child, SocketAddr, imp
         .parse()
         .expect("an address");
     (child, address, log)
-}
-
-fn signal(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).expect("the process is there");
-}
-
-async fn exit_code(mut child: Child) -> Option<i32> {
-    let start = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().expect("waiting") {
-            return status.code();
-        }
-        assert!(start.elapsed() < Duration::from_secs(10), "still running");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 #[tokio::test]

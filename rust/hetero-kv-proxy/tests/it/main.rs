@@ -27,6 +27,7 @@ mod pairs;
 mod pd_flow;
 mod policies;
 mod prefill_endpoint;
+mod process;
 mod reload;
 mod retries;
 mod revisions;
@@ -108,6 +109,19 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Duration {
             "5 s passed and not: {what}"
         );
         sleep(Duration::from_millis(2)).await;
+    }
+    start.elapsed()
+}
+
+/// As [`until`], for what has to be asked.
+async fn soon(what: &str, mut holds: impl AsyncFnMut() -> bool) -> Duration {
+    let start = Instant::now();
+    while !holds().await {
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "5 s passed and not: {what}"
+        );
+        sleep(Duration::from_millis(5)).await;
     }
     start.elapsed()
 }

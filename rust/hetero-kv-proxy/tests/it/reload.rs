@@ -3,16 +3,14 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep};
 
-use crate::auth::{Serving, get, lines, send};
-use crate::client::{Client, Reply};
+use crate::client::{Client, Reply, get, send};
 use crate::engine::{Blocks, Engine, Script, engines, pair};
-use crate::{COMPLETIONS, PROMPT, STREAM};
+use crate::process::{Serving, lines};
+use crate::{COMPLETIONS, PROMPT, STREAM, soon};
 
 /// A proxy with a file, and the log that it writes.
 struct Filed {
@@ -89,14 +87,6 @@ async fn ask(at: SocketAddr, body: &str) -> Reply {
     let mut client = Client::connect(at).await;
     client.post(COMPLETIONS, &[], body.as_bytes()).await;
     client.reply().await
-}
-
-async fn soon(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let start = Instant::now();
-    while !holds().await {
-        assert!(start.elapsed() < Duration::from_secs(5), "not: {what}");
-        sleep(Duration::from_millis(5)).await;
-    }
 }
 
 fn list(entries: &[&str]) -> Value {

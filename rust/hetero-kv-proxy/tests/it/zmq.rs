@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::connectors::engine;
 use crate::engine::Engine;
-use crate::{COMPLETIONS, PROMPT, metric, post};
+use crate::{COMPLETIONS, PROMPT, metric, post, soon};
 
 const PREFILLED: &str = r#"{"choices":[{"text":"t","finish_reason":"length"}],"kv_transfer_params":{"remote_block_ids":[[1]],"tp_size":1,"remote_dp_rank":0}}"#;
 
@@ -73,11 +73,7 @@ async fn frames(proxy: &Proxy, outcome: &str) -> f64 {
 
 /// Waits until so many frames ended so.
 async fn until_frames(proxy: &Proxy, outcome: &str, count: f64) {
-    let start = Instant::now();
-    while frames(proxy, outcome).await < count {
-        assert!(start.elapsed() < Duration::from_secs(5), "no {outcome}");
-        sleep(Duration::from_millis(5)).await;
-    }
+    soon(outcome, async || frames(proxy, outcome).await >= count).await;
 }
 
 async fn workers(proxy: &Proxy) -> Vec<Value> {

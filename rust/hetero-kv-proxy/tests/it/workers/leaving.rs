@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::{CHUNKS, managed, stream};
 use crate::admin::{delete, gone, ids, list, register, routable, tell, worker};
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Script, engines, pair, pair_on};
-use crate::{COMPLETIONS, PROMPT, metric, post, until};
+use crate::{COMPLETIONS, PROMPT, metric, post, soon, until};
 
 #[tokio::test]
 async fn a_worker_that_is_not_heard_of_is_drained_out_and_its_streams_end_whole() {
@@ -32,15 +32,11 @@ async fn a_worker_that_is_not_heard_of_is_drained_out_and_its_streams_end_whole(
     d.once(Script::Gated(CHUNKS.to_vec(), Arc::clone(&gate)));
     let mut running = stream(&proxy).await;
     until("the stream is at its engine", || d.count() == 1).await;
-    let silent = Instant::now();
-    while worker(&proxy, "decode-0").await["standing"] != json!("leaving") {
-        assert!(
-            silent.elapsed() < Duration::from_secs(5),
-            "it does not expire"
-        );
-        sleep(Duration::from_millis(5)).await;
-    }
-    assert!(silent.elapsed() >= Duration::from_millis(700), "too early");
+    let silent = soon("it expires", async || {
+        worker(&proxy, "decode-0").await["standing"] == json!("leaving")
+    })
+    .await;
+    assert!(silent >= Duration::from_millis(700), "too early");
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 503);
     gate.add_permits(2);
     let reply = running.reply().await;

@@ -1,17 +1,15 @@
 //! Workers that change from one role to the other.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde_json::json;
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep};
 
 use super::{CHUNKS, managed, stream};
 use crate::admin::{ids, register, routable, tell, worker};
 use crate::client::Client;
 use crate::engine::{Blocks, Ended, Script, engines, pair};
-use crate::{COMPLETIONS, PROMPT, post, until};
+use crate::{COMPLETIONS, PROMPT, post, soon, until};
 
 #[tokio::test]
 async fn a_role_changes_after_the_last_leg_and_stays_changed_over_heartbeats() {
@@ -41,11 +39,10 @@ async fn a_role_changes_after_the_last_leg_and_stays_changed_over_heartbeats() {
         client.post(path, &[], br#"{"role":"decode"}"#).await;
         client.reply().await
     });
-    let start = Instant::now();
-    while worker(&proxy, "prefill-1").await["standing"] != json!("leaving") {
-        assert!(start.elapsed() < Duration::from_secs(5));
-        sleep(Duration::from_millis(5)).await;
-    }
+    soon("it leaves", async || {
+        worker(&proxy, "prefill-1").await["standing"] == json!("leaving")
+    })
+    .await;
     for _ in 0..4 {
         assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
     }
