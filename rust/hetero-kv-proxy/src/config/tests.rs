@@ -1,6 +1,6 @@
 //! Settings from every source, and every fault told at once.
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
 use super::*;
 use crate::cli::{Cli, Command};
@@ -349,4 +349,36 @@ fn each_role_has_its_default_policy_and_auto_is_of_both() {
         alone.expect_err("nothing to decide").0,
         ["--policy auto: --connector none sends no prefill leg; there is nothing to decide"]
     );
+}
+
+#[test]
+fn the_help_names_the_defaults_that_hold() {
+    let printed = resolve(&PAIR).expect("valid").to_toml().expect("TOML");
+    let holds: toml::Table = toml::from_str(&printed).expect("TOML");
+    let command = Cli::command();
+    let check = command.find_subcommand("check").expect("a subcommand");
+    let mut compared = 0;
+    for setting in check.get_arguments() {
+        let help = setting.get_help().map(ToString::to_string);
+        let help = help.unwrap_or_default();
+        let Some((_, default)) = help.split_once("[default: ") else {
+            continue;
+        };
+        let default = default.trim_end_matches(']');
+        // Some depend on other settings, and are told in words.
+        if default.contains(' ') {
+            continue;
+        }
+        let name = setting.get_id().as_str();
+        let value = holds.get(name).expect(name);
+        let value = value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned);
+        // 0.0 is 0.
+        let number = |text: &str| text.parse::<f64>().ok();
+        let same = value == default || number(&value).is_some_and(|n| Some(n) == number(default));
+        assert!(same, "{name}: the help says {default}, and it is {value}");
+        compared += 1;
+    }
+    assert!(compared >= 35, "{compared} defaults");
 }
