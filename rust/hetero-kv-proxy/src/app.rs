@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::instance::Registration;
 use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
+use crate::prefill::LateAnswers;
 use crate::revisions::Revisions;
 use crate::routing::{BadPairs, Kinds, Role, Standing};
 use crate::running::Requests;
@@ -46,6 +47,8 @@ pub struct App {
     pub tasks: TaskTracker,
     /// Who may do what.
     pub(crate) gate: Gate,
+    /// Room for prefill legs whose clients have left.
+    pub(crate) late_answers: LateAnswers,
     /// Turns true when the proxy is to end.
     pub stop: watch::Sender<bool>,
     /// Held over what an administrator's request finds and changes.
@@ -86,6 +89,7 @@ impl App {
             ),
             running: Requests::default(),
             tasks: TaskTracker::new(),
+            late_answers: LateAnswers::default(),
             stop: watch::Sender::new(false),
             changes: Mutex::new(()),
             told: AtomicBool::new(false),

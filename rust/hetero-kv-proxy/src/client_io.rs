@@ -3,17 +3,22 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::{Sleep, timeout};
+use tokio::time::{Instant, Sleep, timeout};
+
+use crate::sync::lock;
 
 /// A longer head is refused by hyper.
 const HEAD_BYTES_MAX: usize = 512 << 10;
+/// What a client that is slow has behind the deadline to take what it is told of it.
+const LAST_WORD: Duration = Duration::from_millis(50);
 /// How long, and how much, a closing connection is read so that the client sees the answer.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES_MAX: usize = 256 << 20;
@@ -28,6 +33,25 @@ const LINGER_BYTES_MAX: usize = 256 << 20;
 pub struct HeadWatch {
     armed: AtomicBool,
     two_lengths: AtomicBool,
+    leg: Arc<LegUntil>,
+}
+
+/// Until when the leg may run whose answer the client is given; none where no leg runs.
+///
+/// hyper asks for more of an answer only while the client takes some, so that the answer itself
+/// does not notice the end of its time behind a client that takes nothing.
+#[derive(Debug, Default)]
+pub struct LegUntil(Mutex<Option<Instant>>);
+
+impl LegUntil {
+    /// A leg runs until then, or none runs any more.
+    pub fn set(&self, until: Option<Instant>) {
+        *lock(&self.0) = until;
+    }
+
+    fn get(&self) -> Option<Instant> {
+        *lock(&self.0)
+    }
 }
 
 impl Default for HeadWatch {
@@ -35,11 +59,17 @@ impl Default for HeadWatch {
         Self {
             armed: AtomicBool::new(true),
             two_lengths: AtomicBool::new(false),
+            leg: Arc::default(),
         }
     }
 }
 
 impl HeadWatch {
+    /// Where a leg of this connection says until when it runs.
+    pub fn leg(&self) -> Arc<LegUntil> {
+        Arc::clone(&self.leg)
+    }
+
     /// The next bytes read are those of a new head: the last request was read whole.
     pub fn arm(&self) {
         self.armed.store(true, Ordering::Relaxed);
@@ -63,11 +93,19 @@ pub struct ClientIo {
     watch: Arc<HeadWatch>,
     head: Vec<u8>,
     write_timeout: Duration,
-    stalled: Option<Pin<Box<Sleep>>>,
+    stalled: Option<Stalled>,
+}
+
+/// A client that takes nothing at present.
+#[derive(Debug)]
+struct Stalled {
+    since: Instant,
+    alarm: Pin<Box<Sleep>>,
 }
 
 impl ClientIo {
-    /// Wraps `stream`; a write of which nothing is taken for `write_timeout` fails.
+    /// Wraps `stream`; a write fails when the client takes nothing for `write_timeout`, or behind
+    /// the time of the leg whose answer it is.
     pub fn new(stream: TcpStream, watch: Arc<HeadWatch>, write_timeout: Duration) -> Self {
         Self {
             stream,
@@ -123,22 +161,56 @@ impl ClientIo {
         self.head = Vec::new();
     }
 
-    fn note_write<T>(
+    /// What a write comes to for which the socket is not ready.
+    ///
+    /// It is ready when a third of its buffer is free, and a client that reads little by little may
+    /// take longer to that than its whole time. So the buffer is filled whole before the time
+    /// begins; when it is over, room for a byte shows that the client has taken some.
+    fn without_room(
         &mut self,
         cx: &mut Context<'_>,
-        polled: Poll<io::Result<T>>,
-    ) -> Poll<io::Result<T>> {
-        if polled.is_ready() {
-            self.stalled = None;
-            return polled;
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.stalled.is_none() {
+            match fill(&self.stream, bufs) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                filled => return Poll::Ready(filled),
+            }
         }
+        let leg = self.watch.leg.get();
+        let last_word = leg.map(|until| until + LAST_WORD);
         let limit = self.write_timeout;
-        let stalled = self
-            .stalled
-            .get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
-        ready!(stalled.as_mut().poll(cx));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        let stalled = self.stalled.get_or_insert_with(|| {
+            let since = Instant::now();
+            let first = [leg, Some(since + limit)].into_iter().flatten().min();
+            let alarm = Box::pin(tokio::time::sleep_until(first.unwrap_or(since)));
+            Stalled { since, alarm }
+        });
+        loop {
+            ready!(stalled.alarm.as_mut().poll(cx));
+            let (now, until) = (Instant::now(), stalled.since + limit);
+            match fill(&self.stream, bufs) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                filled => {
+                    self.stalled = None;
+                    return Poll::Ready(filled);
+                }
+            }
+            if now >= until || last_word.is_some_and(|last_word| now >= last_word) {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+            // It was the end of the leg's time, or the leg has ended before.
+            let next = [last_word, Some(until)].into_iter().flatten().min();
+            stalled.alarm.as_mut().reset(next.unwrap_or(now));
+        }
     }
+}
+
+/// Writes what the kernel takes, whatever tokio knows of the socket's readiness.
+fn fill(stream: &TcpStream, bufs: &[io::IoSlice<'_>]) -> io::Result<usize> {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let mut nothing = SendAncillaryBuffer::default();
+    Ok(sendmsg(stream, bufs, &mut nothing, flags)?)
 }
 
 /// Where the first blank line ends.
@@ -192,7 +264,11 @@ impl AsyncWrite for ClientIo {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.note_write(cx, polled)
+        if polled.is_pending() {
+            return self.without_room(cx, &[io::IoSlice::new(buf)]);
+        }
+        self.stalled = None;
+        polled
     }
 
     fn poll_write_vectored(
@@ -201,7 +277,11 @@ impl AsyncWrite for ClientIo {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.note_write(cx, polled)
+        if polled.is_pending() {
+            return self.without_room(cx, bufs);
+        }
+        self.stalled = None;
+        polled
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -19,17 +19,18 @@ use crate::headers;
 use crate::instance::Instance;
 use crate::lease::SlotLease;
 use crate::legs::{
-    Attempt, Call, Failure, Refusal, after_failure, answer_broken, rarely, read_answer, slot,
-    tries_elsewhere,
+    Attempt, Call, Failure, Refusal, Unreadable, after_failure, after_unreadable, rarely,
+    read_answer, slot, tries_elsewhere,
 };
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::openai::response::{self, Ended};
 use crate::openai::usage::Cached;
+use crate::prefill::{self, Prefilled, Transferring};
 use crate::random::random_hex;
 use crate::routing::policy::{KeyParts, RequestKey};
-use crate::routing::{AfterPrefill, Flow, FlowRules, LegFault, Role};
+use crate::routing::{AfterPrefill, Flow, FlowRules, InstanceIndex, LegFault, Role};
 use crate::running::{Running, aborted};
 use crate::seats::Seat;
 use crate::slots::{Choice, Slots};
@@ -47,7 +48,7 @@ pub async fn serve(
 ) -> Answer {
     let mut record = Record::new(Arc::clone(&app), route.path());
     match run(&app, route, request, watch, &mut record).await {
-        Ok(begun) => begun.answer(app, record),
+        Ok(begun) => begun.answer(app, record, watch).await,
         Err(failure) => {
             let answer = match failure {
                 Failure::Api(error) | Failure::NoPrefill(error) => answer::error(&error),
@@ -70,13 +71,18 @@ pub(crate) struct Begun {
 }
 
 impl Begun {
-    /// The answer as the client gets it.
-    pub(crate) fn answer(mut self, app: Arc<App>, mut record: Record) -> Answer {
+    /// The answer as the client gets it. An answer that breaks before anything of its body has come
+    /// is an error with a status of its own; the head of an event stream is not held back for that.
+    pub(crate) async fn answer(
+        mut self,
+        app: Arc<App>,
+        record: Record,
+        watch: &HeadWatch,
+    ) -> Answer {
         let head = &mut self.decode.answer.head;
         let status = head.status;
         let headers = std::mem::take(&mut head.headers);
         let headers = headers::for_client(headers, self.request_id.as_ref());
-        record.answering(status);
         let is_events = headers
             .get(header::CONTENT_TYPE)
             .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
@@ -87,7 +93,10 @@ impl Begun {
         if !readable || headers.contains_key(header::CONTENT_ENCODING) {
             self.decode.cached = None;
         }
-        let stream = DecodeStream::new(app, self, is_events, record);
+        let mut stream = DecodeStream::new(app, self, is_events, record, watch.leg());
+        if let Err(error) = stream.begin().await {
+            return answer::error(&error);
+        }
         let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
         *answer.status_mut() = status;
         *answer.headers_mut() = headers;
@@ -147,6 +156,7 @@ async fn run(
     };
     let running = Running::enter(app, &call.headers);
     let decode = tokio::select! {
+        biased;
         decode = legs(&call, order, record) => decode?,
         () = sleep_until(deadline) => return Err(deadline_exceeded().into()),
         // As if the client had left.
@@ -214,11 +224,21 @@ async fn legs_in_order(
         }
         Order::PrefillFirst => {
             record.enter(Phase::Prefill);
-            let prefilled = prefill_leg(call, flow, slots).await?;
-            record.enter(Phase::HandOver);
-            let rest = hand_over(Arc::clone(call), prefilled);
-            let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
-            hand_over.head().await.ok_or_else(ended_twice)?
+            let (mut flow, mut slots) = (flow, slots);
+            loop {
+                let prefilled = prefill_leg(call, flow, slots).await?;
+                record.enter(Phase::HandOver);
+                let rest = hand_over(Arc::clone(call), prefilled);
+                let mut hand_over = HandOver::new(Arc::clone(app), call.written.clone(), rest);
+                match hand_over.head().await.ok_or_else(ended_twice)? {
+                    Ok(decode) => return Ok(decode),
+                    Err(NoHandOver::Told(failure)) => return Err(failure),
+                    Err(NoHandOver::Unread(unread)) => {
+                        (flow, slots) = unread.again(call)?;
+                        record.enter(Phase::Prefill);
+                    }
+                }
+            }
         }
         Order::Together => {
             record.enter(Phase::HandOver);
@@ -307,23 +327,10 @@ async fn decode_leg(
     }
 }
 
-/// A prefill leg that has a response head.
-struct Prefilled {
-    answer: upstream::Answer,
-    lease: SlotLease,
-    /// The decode slot, where it was taken before: the leg may have named it.
-    decode: Option<SlotLease>,
-    transfer_id: String,
-    engine_id: Option<Arc<str>>,
-    flow: Flow,
-}
-
 /// Sends the prefill leg until there is an answer to go on with. Dropped, it closes the connection,
-/// on which the engine aborts the request and pins nothing.
-///
-/// One race is left: an engine whose answer is on the wire when the client leaves has pinned blocks
-/// that nobody claims. Their lease bounds it.
-async fn prefill_leg(call: &Call, flow: Flow, slots: Slots) -> Result<Prefilled, Failure> {
+/// on which the engine aborts the request and pins nothing; an answer that is on its way by then is
+/// taken, and handed over.
+async fn prefill_leg(call: &Arc<Call>, flow: Flow, slots: Slots) -> Result<Prefilled, Failure> {
     let mut refusal = Refusal::default();
     let prefilled = prefill_tries(call, flow, slots, &mut refusal).await;
     match prefilled {
@@ -333,7 +340,7 @@ async fn prefill_leg(call: &Call, flow: Flow, slots: Slots) -> Result<Prefilled,
 }
 
 async fn prefill_tries(
-    call: &Call,
+    call: &Arc<Call>,
     mut flow: Flow,
     slots: Slots,
     refusal: &mut Refusal,
@@ -342,7 +349,7 @@ async fn prefill_tries(
     let connector = app.config().connector;
     let Slots {
         prefill: mut taken,
-        decode,
+        mut decode,
         drawn: _,
     } = slots;
     let mut next = Attempt::default();
@@ -369,7 +376,17 @@ async fn prefill_tries(
             prefill: slot(&lease, engine_id.as_deref()),
             decode: decode.as_ref().map(|lease| slot(lease, None)),
         });
-        match call.send_prefill(&lease, &leg, next.fresh).await {
+        let transfer = Transferring {
+            transfer_id,
+            engine_id,
+            decode,
+            flow,
+        };
+        let (lease, transfer, answer) = prefill::send(call, lease, leg, next.fresh, transfer)
+            .await
+            .ok_or_else(ended_twice)?;
+        (decode, flow) = (transfer.decode, transfer.flow);
+        match answer {
             Ok(answer) => {
                 let status = answer.head.status;
                 if tries_elsewhere(call, &mut flow, &lease, false, status) {
@@ -381,10 +398,12 @@ async fn prefill_tries(
                 return Ok(Prefilled {
                     answer,
                     lease,
-                    decode,
-                    transfer_id,
-                    engine_id,
-                    flow,
+                    transfer: Transferring {
+                        transfer_id: transfer.transfer_id,
+                        engine_id: transfer.engine_id,
+                        decode,
+                        flow,
+                    },
                 });
             }
             Err(error) => next = after_failure(call, &mut flow, lease, false, error)?,
@@ -392,23 +411,76 @@ async fn prefill_tries(
     }
 }
 
+/// Why there is no head of a decode answer.
+pub(crate) enum NoHandOver {
+    /// This is what the client is told.
+    Told(Failure),
+    /// Prefill's answer cannot be read, so there is nothing to hand over.
+    Unread(Box<Unread>),
+}
+
+impl<T: Into<Failure>> From<T> for NoHandOver {
+    fn from(failure: T) -> Self {
+        Self::Told(failure.into())
+    }
+}
+
+/// A prefill answer that could not be read, and what its request has in hand.
+pub(crate) struct Unread {
+    fault: Unreadable,
+    instance: InstanceIndex,
+    flow: Flow,
+    decode: Option<SlotLease>,
+}
+
+impl Unread {
+    /// What another prefill leg begins with, where there is one.
+    fn again(self, call: &Call) -> Result<(Flow, Slots), Failure> {
+        let mut flow = self.flow;
+        after_unreadable(call, &mut flow, self.instance, self.fault)?;
+        let slots = Slots {
+            prefill: None,
+            decode: self.decode,
+            drawn: None,
+        };
+        Ok((flow, slots))
+    }
+}
+
 /// Reads the prefill answer and sends the decode leg until there is a response head.
-async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, Failure> {
+pub(crate) async fn hand_over(
+    call: Arc<Call>,
+    prefilled: Prefilled,
+) -> Result<DecodeHead, NoHandOver> {
     let app = &call.app;
     let connector = app.config().connector;
     let Prefilled {
         answer: prefill,
         lease: prefill_lease,
-        mut decode,
-        transfer_id,
-        engine_id,
-        mut flow,
+        transfer:
+            Transferring {
+                transfer_id,
+                engine_id,
+                mut decode,
+                mut flow,
+            },
     } = prefilled;
     let status = prefill.head.status;
-    let Some(body) = read_answer(app, prefill.body).await else {
-        prefill_lease.note_failed(LegFault::Failed);
-        prefill_lease.end("broken");
-        return Err(answer_broken().into());
+    let body = match read_answer(app, prefill.body).await {
+        Ok(body) => body,
+        Err(fault) => {
+            if fault.is_fault() {
+                prefill_lease.note_failed(LegFault::Failed);
+            }
+            let instance = prefill_lease.picked.instance;
+            prefill_lease.end(fault.outcome());
+            return Err(NoHandOver::Unread(Box::new(Unread {
+                fault,
+                instance,
+                flow,
+                decode,
+            })));
+        }
     };
     let prefill_instance = Arc::clone(prefill_lease.instance());
     let prefill_rank = prefill_lease.picked.rank;
@@ -439,7 +511,7 @@ async fn hand_over(call: Arc<Call>, prefilled: Prefilled) -> Result<DecodeHead, 
             kept.owe();
             app.note_served(&prefill_instance, began_ms);
         }
-        AfterPrefill::PassOn => return Err(call.passed_on(prefill.head, body)),
+        AfterPrefill::PassOn => return Err(call.passed_on(prefill.head, body).into()),
         AfterPrefill::MissingKv => {
             app.metrics.kv_transfer_missing.inc();
             app.note_failed(&prefill_instance, LegFault::Failed, began_ms);

@@ -16,7 +16,7 @@ use crate::app::App;
 use crate::client_io::HeadWatch;
 use crate::headers;
 use crate::instance::Instance;
-use crate::legs::read_answer;
+use crate::legs::{Unreadable, read_answer};
 use crate::openai::error::ApiError;
 use crate::random::random_hex;
 use crate::routing::Role;
@@ -86,10 +86,15 @@ async fn ask_one(app: &App, instance: &Instance, sent: Sent) -> Result<Got, &'st
             return Err("unreachable");
         }
         Err(SendError::Reset { .. }) => return Err("closed without an answer"),
+        Err(SendError::Malformed(_)) => return Err("its answer is not well-formed"),
         Err(SendError::Request(_) | SendError::Bootstrap(_)) => return Err("not sent"),
     };
     let body = read_answer(app, answer.body).await;
-    let body = body.ok_or("its answer broke off or is too large")?;
+    let body = body.map_err(|fault| match fault {
+        Unreadable::Broken => "its answer broke off",
+        Unreadable::Malformed(_) => "its answer is not well-formed",
+        Unreadable::TooLarge(_) => "its answer is larger than --prefill-answer-bytes-max",
+    })?;
     Ok(Got {
         head: answer.head,
         body,

@@ -1,11 +1,12 @@
 //! One leg of a request: choosing its slot, sending it, and what follows when it fails.
 
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, LengthLimitError};
 
 use crate::admission::{Begun, Refused, Ticket};
 use crate::answer::{self, Answer};
@@ -247,14 +248,15 @@ impl Call {
         Ok(answer)
     }
 
-    /// Sends the prefill leg.
+    /// Sends the prefill leg, and notes in `written` when the engine had it.
     pub(crate) async fn send_prefill(
         &self,
         lease: &SlotLease,
         leg: &Leg,
         fresh: bool,
+        written: Option<Written>,
     ) -> Result<upstream::Answer, SendError> {
-        let body = LegBody::new(self.request.prefill_body(&leg.params), None);
+        let body = LegBody::new(self.request.prefill_body(&leg.params), written);
         self.send(lease, body, Some(leg), fresh).await
     }
 
@@ -309,6 +311,7 @@ pub(crate) fn after_failure(
     let role = instance.role;
     let url = &*instance.label;
     tracing::debug!(role = role.name(), url, %error, "leg failed");
+    let mut detail = None;
     let (failure, fault, outcome, code) = match error {
         SendError::Connect(_) => {
             let fault = LegFault::Unreachable;
@@ -317,6 +320,11 @@ pub(crate) fn after_failure(
         SendError::Reset { reused, .. } => {
             let fault = LegFault::Failed;
             (LegFailure::Reset { reused }, fault, "reset", "reset")
+        }
+        SendError::Malformed(fault) => {
+            detail = Some(fault);
+            let failure = LegFailure::Reset { reused: false };
+            (failure, LegFault::Failed, "malformed", "malformed")
         }
         SendError::Bootstrap(reason) => {
             tracing::warn!(url, reason, "bootstrap server");
@@ -345,7 +353,10 @@ pub(crate) fn after_failure(
         AfterFailure::RetryElsewhere => Attempt { fresh: false },
         AfterFailure::RetryFresh => Attempt { fresh: true },
         AfterFailure::GiveUp => {
-            let error = given_up(role, code);
+            let error = match detail {
+                Some(fault) => malformed(role, &fault),
+                None => given_up(role, code),
+            };
             let not_reached = role == Role::Prefill && failure == LegFailure::Connect;
             return Err(match not_reached {
                 true => Failure::NoPrefill(error),
@@ -409,8 +420,8 @@ impl Refusal {
             return failure;
         };
         match rarely(read_answer(&call.app, answer.body)).await {
-            Some(body) => call.passed_on(answer.head, body),
-            None => failure,
+            Ok(body) => call.passed_on(answer.head, body),
+            Err(_) => failure,
         }
     }
 }
@@ -440,24 +451,119 @@ fn given_up(role: Role, code: &str) -> ApiError {
     ApiError::new(502, code, message)
 }
 
+/// The error where an engine answers what is no HTTP/1.
+pub(crate) fn malformed(role: Role, fault: &str) -> ApiError {
+    let code = match role {
+        Role::Prefill => "prefill_malformed",
+        Role::Decode => "decode_malformed",
+    };
+    let role = role.name();
+    let message = format!("the {role} engine's answer is not well-formed: {fault}");
+    ApiError::new(502, code, message)
+}
+
 /// Whether a status says that the engine, or what stands in front of it, has failed. Another one, such
 /// as 501, says something of the request.
 fn is_engine_failure(status: u16) -> bool {
     matches!(status, 500 | 502 | 503 | 504)
 }
 
-/// A prefill answer read whole; `None` when it broke off or is too large.
-pub(crate) async fn read_answer(app: &App, body: EngineBody) -> Option<Bytes> {
-    let max = usize::try_from(app.config().prefill_answer_bytes_max).ok()?;
-    let whole = http_body_util::Limited::new(body, max).collect().await;
-    Some(whole.ok()?.to_bytes())
+/// Why an answer cannot be read whole.
+#[derive(Debug)]
+pub(crate) enum Unreadable {
+    /// The connection broke.
+    Broken,
+    /// What is wrong with its framing.
+    Malformed(String),
+    /// It is longer than this.
+    TooLarge(u64),
 }
 
-/// The error for a prefill answer that cannot be read.
-pub(crate) fn answer_broken() -> ApiError {
-    ApiError::new(
-        502,
-        "prefill_answer_broken",
-        "the prefill engine's answer broke off or was too large",
-    )
+impl Unreadable {
+    fn of(error: &(dyn std::error::Error + 'static), max: u64) -> Self {
+        if error.is::<LengthLimitError>() {
+            return Self::TooLarge(max);
+        }
+        let error = error.downcast_ref::<io::Error>();
+        match error.and_then(upstream::malformed) {
+            Some(fault) => Self::Malformed(fault),
+            None => Self::Broken,
+        }
+    }
+
+    /// How a leg ended whose answer it was.
+    pub(crate) fn outcome(&self) -> &'static str {
+        match self {
+            Self::Broken | Self::TooLarge(_) => "broken",
+            Self::Malformed(_) => "malformed",
+        }
+    }
+
+    /// Whether it is the engine's fault. What is too large may be so by what the client asks for,
+    /// and another engine's would be as large.
+    pub(crate) fn is_fault(&self) -> bool {
+        match self {
+            Self::Broken | Self::Malformed(_) => true,
+            Self::TooLarge(_) => false,
+        }
+    }
+
+    /// What the client is told of a prefill answer.
+    pub(crate) fn of_prefill(self) -> ApiError {
+        match self {
+            Self::Malformed(fault) => malformed(Role::Prefill, &fault),
+            Self::Broken => ApiError::new(
+                502,
+                "prefill_answer_broken",
+                "the prefill engine's answer broke off",
+            ),
+            Self::TooLarge(max) => ApiError::new(
+                502,
+                "prefill_answer_too_large",
+                format!(
+                    "the prefill engine's answer is larger than the {max} bytes of \
+                     --prefill-answer-bytes-max"
+                ),
+            ),
+        }
+    }
+}
+
+/// An answer read whole.
+pub(crate) async fn read_answer(app: &App, body: EngineBody) -> Result<Bytes, Unreadable> {
+    let max = app.config().prefill_answer_bytes_max;
+    let bytes_max = usize::try_from(max).unwrap_or(usize::MAX);
+    let whole = http_body_util::Limited::new(body, bytes_max)
+        .collect()
+        .await;
+    match whole {
+        Ok(whole) => Ok(whole.to_bytes()),
+        Err(error) => Err(Unreadable::of(&*error, max)),
+    }
+}
+
+/// What follows from a prefill answer that cannot be read: another try, or the error for the
+/// client. Nothing of the answer has gone anywhere, and the next try has a new transfer id.
+pub(crate) fn after_unreadable(
+    call: &Call,
+    flow: &mut Flow,
+    instance: InstanceIndex,
+    fault: Unreadable,
+) -> Result<(), ApiError> {
+    if !fault.is_fault() {
+        return Err(fault.of_prefill());
+    }
+    let leg = FailedLeg {
+        role: Role::Prefill,
+        failure: LegFailure::Reset { reused: false },
+        has_handle: false,
+        instance,
+    };
+    match flow.leg_failed(leg, call.instances(Role::Prefill)) {
+        AfterFailure::RetryElsewhere | AfterFailure::RetryFresh => {
+            count_retry(&call.app, Role::Prefill);
+            Ok(())
+        }
+        AfterFailure::GiveUp => Err(fault.of_prefill()),
+    }
 }

@@ -32,6 +32,7 @@ pub mod metrics;
 pub mod mock;
 pub mod openai;
 mod pairs;
+mod prefill;
 pub mod probe;
 mod random;
 pub mod relay;

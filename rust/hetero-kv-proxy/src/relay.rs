@@ -17,7 +17,7 @@ use crate::completions::{Begun, deadline_exceeded};
 use crate::handover::DecodeHead;
 use crate::headers;
 use crate::lease::SlotLease;
-use crate::legs::read_answer;
+use crate::legs::{malformed, read_answer};
 use crate::openai::error::ApiError;
 use crate::openai::request::refuse_params;
 use crate::random::random_hex;
@@ -78,7 +78,7 @@ pub async fn serve(
 ) -> Answer {
     let mut record = Record::new(Arc::clone(&app), label);
     match run(&app, request, watch, &mut record).await {
-        Ok(begun) => begun.answer(app, record),
+        Ok(begun) => begun.answer(app, record, watch).await,
         Err(answer) => {
             record.finish(answer.status());
             *answer
@@ -193,7 +193,7 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
             Ok(answer) if answer.head.status == StatusCode::NOT_FOUND && !untried.is_empty() => {
                 lease.note_answer();
                 lease.end(outcome_of(answer.head.status));
-                if let Some(body) = read_answer(app, answer.body).await {
+                if let Ok(body) = read_answer(app, answer.body).await {
                     let id = sent.headers.get(headers::REQUEST_ID);
                     let headers = headers::for_client(answer.head.headers, id);
                     refusal = Some(answer::passed_on(answer.head.status, headers, body));
@@ -219,6 +219,13 @@ async fn first_capable(app: &Arc<App>, sent: &Sent) -> Result<DecodeHead, Box<An
                     "decode_reset",
                     "the decode engine closed the connection without an answer",
                 ))));
+            }
+            Err(SendError::Malformed(fault)) => {
+                app.note_unreachable(lease.instance());
+                lease.note_failed(LegFault::Failed);
+                lease.end("malformed");
+                let error = malformed(Role::Decode, &fault);
+                return Err(Box::new(answer::error(&error)));
             }
             Err(SendError::Request(_) | SendError::Bootstrap(_)) => {
                 lease.end("unsent");

@@ -1,5 +1,7 @@
 //! A decode answer on its way to the client, chunk by chunk.
 
+use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -12,6 +14,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::answer::Record;
 use crate::app::App;
+use crate::client_io::LegUntil;
 use crate::completions::Begun;
 use crate::handover::{DecodeHead, settle_stream};
 use crate::histogram::Gaps;
@@ -25,7 +28,10 @@ use crate::routing::LegFault;
 use crate::running::Running;
 use crate::seats::Seat;
 use crate::together;
-use crate::upstream::Written;
+use crate::upstream::{Written, malformed};
+
+/// Most of an answer that is held back with its head.
+const HELD_BYTES_MAX: usize = 64 << 10;
 
 /// Why an answer ends before its end. hyper closes the client's connection on it, so that a client
 /// sees a body cut short and never a whole one.
@@ -34,6 +40,9 @@ pub enum StreamBroken {
     /// The engine's connection broke.
     #[error("the decode engine's answer broke off")]
     Engine,
+    /// What came is not HTTP.
+    #[error("the decode engine's answer is not well-formed")]
+    Malformed,
     /// No chunk came for too long.
     #[error("the decode engine sent nothing for too long")]
     Idle,
@@ -49,20 +58,34 @@ impl StreamBroken {
     fn reason(self) -> &'static str {
         match self {
             Self::Engine => "engine",
+            Self::Malformed => "malformed",
             Self::Idle => "idle",
             Self::Deadline => "deadline",
             Self::Aborted => "aborted",
         }
     }
 
-    fn api_error(self) -> ApiError {
+    /// Whether the engine is to blame.
+    fn is_fault(self) -> bool {
+        match self {
+            Self::Engine | Self::Malformed => true,
+            Self::Idle | Self::Deadline | Self::Aborted => false,
+        }
+    }
+
+    fn api_error(self, detail: Option<&str>) -> ApiError {
         let (status, code) = match self {
             Self::Engine => (502, "decode_stream_broken"),
+            Self::Malformed => (502, "decode_stream_malformed"),
             Self::Idle => (504, "decode_stream_idle"),
             Self::Deadline => (504, "deadline_exceeded"),
             Self::Aborted => (409, "aborted"),
         };
-        ApiError::new(status, code, self.to_string())
+        let message = match detail {
+            Some(detail) => format!("{self}: {detail}"),
+            None => self.to_string(),
+        };
+        ApiError::new(status, code, message)
     }
 }
 
@@ -97,6 +120,14 @@ pub struct DecodeStream {
     any_chunk: bool,
     written: Written,
     aborted: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// Whether the client has been given the head.
+    told: bool,
+    /// What came of the body before that.
+    held: VecDeque<Frame<Bytes>>,
+    /// What is wrong with an answer that is not well-formed.
+    fault: Option<String>,
+    /// Tells the client's socket until when the leg may run.
+    until: Arc<LegUntil>,
 }
 
 #[derive(Debug)]
@@ -115,8 +146,15 @@ impl Live {
 
 impl DecodeStream {
     /// The body of a begun answer, counted by `record`; `is_events` says whether it is an event
-    /// stream.
-    pub(crate) fn new(app: Arc<App>, begun: Begun, is_events: bool, record: Record) -> Self {
+    /// stream, and `until` ends it where the client takes nothing. Its head is given by
+    /// [`Self::begin`].
+    pub(crate) fn new(
+        app: Arc<App>,
+        begun: Begun,
+        is_events: bool,
+        record: Record,
+        until: Arc<LegUntil>,
+    ) -> Self {
         let now = Instant::now();
         let Begun {
             mut decode,
@@ -153,12 +191,53 @@ impl DecodeStream {
             events: is_events.then(Tail::default),
             any_chunk: false,
             written,
+            told: false,
+            held: VecDeque::new(),
+            fault: None,
+            until,
             app,
         };
+        stream.until.set(Some(limits.deadline));
         if stream.engine_ended() {
             stream.complete();
         }
         stream
+    }
+
+    /// Waits until the head may go out: of an event stream at once, of another answer when something
+    /// of its body has come, or all. What else is there by then is looked at too: hyper sends
+    /// nothing of an answer that breaks before it had to wait.
+    ///
+    /// # Errors
+    /// What the client is told in place of an answer that broke before.
+    pub(crate) async fn begin(&mut self) -> Result<(), ApiError> {
+        let mut held = 0;
+        while held < HELD_BYTES_MAX {
+            let waits = self.events.is_none() && self.held.is_empty();
+            let next = poll_fn(|cx| match self.poll_body(cx) {
+                Poll::Pending if !waits => Poll::Ready(None),
+                next @ (Poll::Pending | Poll::Ready(_)) => next,
+            });
+            match next.await {
+                Some(Ok(frame)) => {
+                    held += frame.data_ref().map_or(0, Bytes::len);
+                    self.held.push_back(frame);
+                }
+                Some(Err(broken)) => {
+                    self.held.clear();
+                    return Err(broken.api_error(self.fault.as_deref()));
+                }
+                None => break,
+            }
+            if self.events.is_some() {
+                break;
+            }
+        }
+        self.told = true;
+        if let Some(live) = &mut self.live {
+            live.record.answering(live.decode.answer.head.status);
+        }
+        Ok(())
     }
 
     fn engine_ended(&self) -> bool {
@@ -169,27 +248,40 @@ impl DecodeStream {
 
     /// Whether nothing more will come.
     pub fn is_ended(&self) -> bool {
-        self.live.is_none()
+        self.live.is_none() && self.held.is_empty()
     }
 
     /// Length, where the engine gave one. An event stream has none: an error event may follow.
     pub fn size_hint(&self) -> SizeHint {
-        match (&self.live, &self.events) {
-            (Some(_), None) if self.teller.is_some() => SizeHint::default(),
-            (Some(live), None) => {
+        let held = self.held.iter().filter_map(Frame::data_ref).map(Bytes::len);
+        let held = held.sum::<usize>() as u64;
+        match &self.live {
+            Some(_) if self.events.is_some() || self.teller.is_some() => SizeHint::default(),
+            Some(live) => {
                 let rest = live.decode.answer.body.size_hint();
                 let early = live.decode.early.as_ref().map_or(0, Bytes::len) as u64;
                 rest.exact().map_or(SizeHint::default(), |rest| {
-                    SizeHint::with_exact(rest + early)
+                    SizeHint::with_exact(rest + early + held)
                 })
             }
-            (Some(_), Some(_)) => SizeHint::default(),
-            (None, _) => SizeHint::with_exact(0),
+            // One that has ended before its head was given is a stream all the same.
+            None if self.events.is_some() && !self.held.is_empty() => SizeHint::default(),
+            None => SizeHint::with_exact(held),
         }
     }
 
     /// See [`Body::poll_frame`].
     pub fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
+        match self.held.pop_front() {
+            Some(first) => Poll::Ready(Some(Ok(first))),
+            None => self.poll_body(cx),
+        }
+    }
+
+    fn poll_body(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
@@ -205,6 +297,10 @@ impl DecodeStream {
             }
             match Pin::new(&mut live.decode.answer.body).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    // An engine that is always ahead of its client is never waited for below.
+                    Ok(_) if Instant::now() >= self.limits.deadline => {
+                        return self.break_off(StreamBroken::Deadline);
+                    }
                     Ok(chunk) => match self.pass(chunk) {
                         Some(chunk) => return Poll::Ready(Some(Ok(Frame::data(chunk)))),
                         None => continue,
@@ -218,7 +314,11 @@ impl DecodeStream {
                 },
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(%error, "decode answer broke off");
-                    return self.break_off(StreamBroken::Engine);
+                    self.fault = malformed(&error);
+                    return self.break_off(match self.fault {
+                        Some(_) => StreamBroken::Malformed,
+                        None => StreamBroken::Engine,
+                    });
                 }
                 Poll::Ready(None) => {
                     let rest = self.teller.as_mut().map_or(Bytes::new(), Teller::end);
@@ -369,11 +469,16 @@ impl DecodeStream {
             self.judge(b"");
         }
         self.close();
-        if let Some(live) = self.live.take() {
+        self.until.set(None);
+        if let Some(mut live) = self.live.take() {
             if let Some(prefill) = live.decode.prefill {
                 together::close_later(&self.app, prefill);
             }
             let status = live.decode.answer.head.status;
+            if !self.told {
+                // Nothing can keep it from the client.
+                live.record.answering(status);
+            }
             // First, so that the record knows of it.
             live.decode.lease.end(self.outcome);
             live.record.finish(status);
@@ -385,10 +490,15 @@ impl DecodeStream {
         broken: StreamBroken,
     ) -> Poll<Option<Result<Frame<Bytes>, StreamBroken>>> {
         self.close();
+        self.until.set(None);
         let Some(live) = self.live.take() else {
             return Poll::Ready(None);
         };
-        let (record, status) = (live.record, live.decode.answer.head.status);
+        let (record, mut status) = (live.record, live.decode.answer.head.status);
+        if !self.told {
+            let told = broken.api_error(None).status;
+            status = StatusCode::from_u16(told).unwrap_or(status);
+        }
         let owed = !self.any_chunk && live.decode.claims_blocks;
         if broken == StreamBroken::Aborted && owed {
             settle_stream(&self.app, live.decode, self.written.clone());
@@ -396,7 +506,7 @@ impl DecodeStream {
             return self.tell(broken);
         }
         let whole = self.events.as_ref().is_some_and(Tail::is_done);
-        if !whole && broken == StreamBroken::Engine {
+        if !whole && broken.is_fault() {
             live.decode.lease.note_failed(LegFault::Failed);
         }
         live.decode
@@ -416,9 +526,10 @@ impl DecodeStream {
             reason: broken.reason(),
         };
         self.app.metrics.stream_breaks.get_or_create(&labels).inc();
+        let error = broken.api_error(self.fault.as_deref());
         Poll::Ready(Some(match &self.events {
-            Some(events) => Ok(Frame::data(events.error_event(&broken.api_error()))),
-            None => Err(broken),
+            Some(events) if self.told => Ok(Frame::data(events.error_event(&error))),
+            Some(_) | None => Err(broken),
         }))
     }
 }
@@ -426,9 +537,16 @@ impl DecodeStream {
 impl Drop for DecodeStream {
     fn drop(&mut self) {
         self.close();
+        self.until.set(None);
         let Some(live) = self.live.take() else {
             return;
         };
+        if Instant::now() >= self.limits.deadline {
+            // Its socket ended it: the client takes nothing that it could be told.
+            let reason = StreamBroken::Deadline.reason();
+            let labels = ReasonLabels { reason };
+            self.app.metrics.stream_breaks.get_or_create(&labels).inc();
+        }
         // The client left. The first chunk proves that the engine has taken the request and read
         // its KV; before that, the leg lives on for its grace.
         if !self.any_chunk && live.decode.claims_blocks {

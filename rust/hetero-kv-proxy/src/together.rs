@@ -16,9 +16,7 @@ use crate::app::App;
 use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
 use crate::lease::SlotLease;
-use crate::legs::{
-    Attempt, Call, Failure, after_failure, answer_broken, no_engine, read_answer, slot,
-};
+use crate::legs::{Attempt, Call, Failure, after_failure, no_engine, read_answer, slot};
 use crate::openai::error::ApiError;
 use crate::random::random_hex;
 use crate::routing::{Flow, LegFault, Role};
@@ -202,15 +200,20 @@ pub(crate) fn close_later(app: &Arc<App>, running: DropGuard) {
 
 async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefill {
     let app = &call.app;
-    let answer = match call.send_prefill(&lease, leg, fresh).await {
+    let answer = match call.send_prefill(&lease, leg, fresh, None).await {
         Ok(answer) => answer,
         Err(error) => return Prefill::NotSent(lease, error),
     };
     let status = answer.head.status;
-    let Some(body) = read_answer(app, answer.body).await else {
-        lease.note_failed(LegFault::Failed);
-        lease.end("broken");
-        return Prefill::Failed(answer_broken().into());
+    let body = match read_answer(app, answer.body).await {
+        Ok(body) => body,
+        Err(fault) => {
+            if fault.is_fault() {
+                lease.note_failed(LegFault::Failed);
+            }
+            lease.end(fault.outcome());
+            return Prefill::Failed(fault.of_prefill().into());
+        }
     };
     if status.is_success() {
         lease.note_served();

@@ -6,6 +6,7 @@
 mod body;
 mod chunked;
 mod head;
+mod malformed;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -30,6 +31,7 @@ use crate::config::BaseUrl;
 use crate::sync::lock;
 
 pub use self::body::EngineBody;
+pub use self::malformed::malformed;
 
 /// Limits of a pool.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +65,7 @@ pub enum SendError {
     /// No connection: name, refusal, or `connect_timeout`. The engine has not seen the request.
     #[error("no connection: {0}")]
     Connect(#[source] io::Error),
-    /// The connection broke before the response head, or what came is no HTTP.
+    /// The connection broke before the response head.
     #[error("the connection broke before a response: {source}")]
     Reset {
         /// It had served an earlier exchange.
@@ -72,6 +74,9 @@ pub enum SendError {
         #[source]
         source: io::Error,
     },
+    /// What came is no answer of HTTP/1. The engine has seen the request.
+    #[error("the answer is not well-formed: {0}")]
+    Malformed(String),
     /// Before the leg: the engine's bootstrap server does not say what the leg must name.
     #[error("bootstrap server: {0}")]
     Bootstrap(String),
@@ -161,7 +166,12 @@ impl Upstream {
                 }
                 // Not a byte of it left.
                 Err(_) if reused && !request.has_begun() => {}
-                Err(source) => return Err(SendError::Reset { reused, source }),
+                Err(source) => {
+                    return Err(match malformed(&source) {
+                        Some(fault) => SendError::Malformed(fault),
+                        None => SendError::Reset { reused, source },
+                    });
+                }
             }
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use prometheus_client::encoding::EncodeLabelSet;
 
 /// How a leg can end.
-pub const LEG_OUTCOMES: [&str; 10] = [
+pub const LEG_OUTCOMES: [&str; 11] = [
     "ok",
     "status_3xx",
     "status_4xx",
@@ -15,6 +15,7 @@ pub const LEG_OUTCOMES: [&str; 10] = [
     "broken",
     "unsent",
     "bootstrap",
+    "malformed",
     "cancelled",
 ];
 

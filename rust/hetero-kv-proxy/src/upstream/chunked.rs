@@ -2,6 +2,8 @@
 
 use bytes::{Buf, Bytes, BytesMut};
 
+use super::malformed::Excerpt;
+
 /// Longest chunk-size line, extensions included; longest trailer section too. Real ones have a few
 /// bytes, and none at all.
 const LINE_BYTES_MAX: usize = 16 << 10;
@@ -37,8 +39,20 @@ pub(super) enum Chunked {
 
 /// The bytes are no chunked coding.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the chunked coding of the answer is broken: {0}")]
-pub(super) struct Malformed(&'static str);
+#[error("{fault}: {seen}")]
+pub(super) struct Malformed {
+    fault: &'static str,
+    seen: Excerpt,
+}
+
+impl Malformed {
+    fn at(line: &[u8], fault: &'static str) -> Self {
+        Self {
+            fault,
+            seen: Excerpt::of(line),
+        }
+    }
+}
 
 impl Chunked {
     /// Takes the next piece from the front of `unread`. A piece never spans two chunks.
@@ -90,15 +104,16 @@ impl Chunked {
     fn advance(&mut self, unread: &mut BytesMut) -> Result<bool, Malformed> {
         let Some(end) = unread.iter().position(|byte| *byte == b'\n') else {
             if unread.len() > LINE_BYTES_MAX {
-                return Err(Malformed("a line is too long"));
+                return Err(Malformed::at(unread, "a line of its framing is too long"));
             }
             return Ok(false);
         };
         let Some(line) = unread[..end].strip_suffix(b"\r") else {
-            return Err(Malformed("a line does not end in CR LF"));
+            let fault = "a line of its framing does not end in CR LF";
+            return Err(Malformed::at(&unread[..end], fault));
         };
         if line.len() > LINE_BYTES_MAX {
-            return Err(Malformed("a line is too long"));
+            return Err(Malformed::at(line, "a line of its framing is too long"));
         }
         let next = match self {
             Self::Size => match size(line)? {
@@ -106,12 +121,12 @@ impl Chunked {
                 size => Self::Data(size),
             },
             Self::DataEnd if line.is_empty() => Self::Size,
-            Self::DataEnd => return Err(Malformed("a chunk is longer than it says")),
+            Self::DataEnd => return Err(Malformed::at(line, "a chunk is longer than it says")),
             Self::Trailers(_) if line.is_empty() => Self::Ended,
             Self::Trailers(read) => {
                 let read = *read + line.len();
                 if read > LINE_BYTES_MAX {
-                    return Err(Malformed("the trailers are too long"));
+                    return Err(Malformed::at(line, "the trailers are too long"));
                 }
                 Self::Trailers(read)
             }
@@ -128,14 +143,14 @@ fn size(line: &[u8]) -> Result<u64, Malformed> {
     let digits = line.iter().take_while(|byte| byte.is_ascii_hexdigit());
     let digits = digits.count();
     if digits == 0 || digits > SIZE_DIGITS_MAX {
-        return Err(Malformed("a chunk has no size"));
+        return Err(Malformed::at(line, "a chunk has no size"));
     }
     let behind = line[digits..].trim_ascii_start();
     // A stray CR could end the line for another reader.
     if !(behind.is_empty() || behind.starts_with(b";")) || behind.contains(&b'\r') {
-        return Err(Malformed("a chunk's size is no number"));
+        return Err(Malformed::at(line, "a chunk's size is no number"));
     }
     let text = std::str::from_utf8(&line[..digits]).ok();
     text.and_then(|text| u64::from_str_radix(text, 16).ok())
-        .ok_or(Malformed("a chunk has no size"))
+        .ok_or_else(|| Malformed::at(line, "a chunk has no size"))
 }

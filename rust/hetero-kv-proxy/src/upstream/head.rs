@@ -7,6 +7,7 @@ use http::response::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header};
 
 use super::chunked::Chunked;
+use super::malformed::Excerpt;
 
 /// Longest head of an answer.
 pub(super) const HEAD_BYTES_MAX: usize = 400 << 10;
@@ -93,20 +94,55 @@ pub(super) struct AnswerHead {
 /// The bytes are no head of an answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Malformed {
-    #[error("not HTTP/1: {0}")]
-    Syntax(#[from] httparse::Error),
-    #[error("the response head is longer than {HEAD_BYTES_MAX} bytes")]
-    TooLong,
-    #[error("a header is not valid")]
-    Header,
-    #[error("its Content-Length is not one number")]
-    Length,
+    #[error("no HTTP/1 ({fault}): {seen}")]
+    Syntax {
+        fault: httparse::Error,
+        seen: Excerpt,
+    },
+    #[error("the response head is longer than {HEAD_BYTES_MAX} bytes: {0}")]
+    TooLong(Excerpt),
+    #[error("a header is not valid: {0}")]
+    Header(Excerpt),
+    #[error("its Content-Length is not one number: {0}")]
+    Length(Excerpt),
     #[error("HTTP/1.0 with Transfer-Encoding")]
     OldCoding,
-    #[error("its Transfer-Encoding is not `chunked` alone, and no other was asked for")]
-    Coding,
+    #[error("its Transfer-Encoding is not `chunked` alone, and no other was asked for: {0}")]
+    Coding(Excerpt),
     #[error("101 Switching Protocols, which was not asked for")]
     Switch,
+}
+
+impl Malformed {
+    /// What the parser found in a head that begins `text`.
+    fn syntax(fault: httparse::Error, text: &[u8]) -> Self {
+        let of_headers = [httparse::Error::HeaderName, httparse::Error::HeaderValue];
+        let seen = match of_headers.contains(&fault) {
+            true => bad_header(text),
+            false => text,
+        };
+        Self::Syntax {
+            fault,
+            seen: Excerpt::of_line(seen),
+        }
+    }
+}
+
+/// From the first line behind the status line that is no header, as far as a look can tell.
+fn bad_header(text: &[u8]) -> &[u8] {
+    let mut rest = text;
+    while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+        rest = &rest[end + 1..];
+        let line = rest.split(|byte| *byte == b'\n').next().unwrap_or(rest);
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        let mut parts = line.splitn(2, |byte| *byte == b':');
+        let name = parts.next().map(HeaderName::from_bytes);
+        let value = parts.next().map(HeaderValue::from_bytes);
+        if !matches!((name, value), (Some(Ok(_)), Some(Ok(_)))) {
+            return rest;
+        }
+    }
+    text
 }
 
 /// Takes the head of the answer to a request of `method` from the front of `unread`; `None` when it
@@ -121,7 +157,7 @@ pub(super) fn parse(
     loop {
         let Some(parts) = parse_one(unread)? else {
             return match unread.len() > HEAD_BYTES_MAX {
-                true => Err(Malformed::TooLong),
+                true => Err(Malformed::TooLong(Excerpt::of_line(unread))),
                 false => Ok(None),
             };
         };
@@ -144,13 +180,16 @@ fn parse_one(unread: &mut BytesMut) -> Result<Option<Parts>, Malformed> {
     let mut parsed = httparse::Response::new(&mut []);
     let parser = httparse::ParserConfig::default();
     let text = &unread[..];
-    let status = parser.parse_response_with_uninit_headers(&mut parsed, text, &mut headers)?;
+    let status = parser
+        .parse_response_with_uninit_headers(&mut parsed, text, &mut headers)
+        .map_err(|fault| Malformed::syntax(fault, text))?;
     let httparse::Status::Complete(length) = status else {
         return Ok(None);
     };
-    let code = parsed.code.ok_or(httparse::Error::Status)?;
+    let no_status = || Malformed::syntax(httparse::Error::Status, text);
+    let code = parsed.code.ok_or_else(no_status)?;
     let (mut parts, ()) = Response::new(()).into_parts();
-    parts.status = StatusCode::from_u16(code).map_err(|_| httparse::Error::Status)?;
+    parts.status = StatusCode::from_u16(code).map_err(|_| no_status())?;
     parts.version = match parsed.version {
         Some(1) => Version::HTTP_11,
         Some(_) | None => Version::HTTP_10,
@@ -160,10 +199,11 @@ fn parse_one(unread: &mut BytesMut) -> Result<Option<Parts>, Malformed> {
     let base = text.as_ptr().addr();
     parts.headers.reserve(parsed.headers.len());
     for found in &*parsed.headers {
-        let name = HeaderName::from_bytes(found.name.as_bytes()).map_err(|_| Malformed::Header)?;
+        let bad = || Malformed::Header(Excerpt::of(found.name.as_bytes()));
+        let name = HeaderName::from_bytes(found.name.as_bytes()).map_err(|_| bad())?;
         let start = found.value.as_ptr().addr() - base;
         let value = head.slice(start..start + found.value.len());
-        let value = HeaderValue::from_maybe_shared(value).map_err(|_| Malformed::Header)?;
+        let value = HeaderValue::from_maybe_shared(value).map_err(|_| bad())?;
         parts.headers.append(name, value);
     }
     unread.advance(length);
@@ -191,15 +231,19 @@ fn framing(head: &Parts, method: &Method) -> Result<(Framing, bool), Malformed> 
         // Whatever else was done to the body, the client would take for the answer itself.
         return match is_chunked(&head.headers) {
             true => Ok((Framing::Chunked(Chunked::default()), true)),
-            false => Err(Malformed::Coding),
+            false => {
+                let coding = all_of(&head.headers, &header::TRANSFER_ENCODING);
+                Err(Malformed::Coding(coding))
+            }
         };
     }
     let mut length = None;
     for value in head.headers.get_all(header::CONTENT_LENGTH) {
         for one in value.as_bytes().split(|byte| *byte == b',') {
-            let one = number(one.trim_ascii()).ok_or(Malformed::Length)?;
+            let bad = || Malformed::Length(all_of(&head.headers, &header::CONTENT_LENGTH));
+            let one = number(one.trim_ascii()).ok_or_else(bad)?;
             if length.is_some_and(|other| other != one) {
-                return Err(Malformed::Length);
+                return Err(bad());
             }
             length = Some(one);
         }
@@ -208,6 +252,12 @@ fn framing(head: &Parts, method: &Method) -> Result<(Framing, bool), Malformed> 
         Some(length) => (Framing::Length(length), true),
         None => (Framing::UntilClose, false),
     })
+}
+
+/// All values of a header, as one.
+fn all_of(headers: &HeaderMap, name: &HeaderName) -> Excerpt {
+    let values = headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    Excerpt::of(&values.collect::<Vec<_>>().join(&b", "[..]))
 }
 
 /// Digits and nothing else.

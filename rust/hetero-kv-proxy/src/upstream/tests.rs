@@ -154,19 +154,19 @@ fn the_end_of_a_body_is_known_as_rfc_9112_says() {
         ),
         (
             "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
-            "its Content-Length is not one number",
+            "its Content-Length is not one number: `5, 6`",
         ),
         (
             "HTTP/1.1 200 OK\r\ncontent-length: +5\r\n\r\n",
-            "its Content-Length is not one number",
+            "its Content-Length is not one number: `+5`",
         ),
         (
             "HTTP/1.1 200 OK\r\ncontent-length: \r\n\r\n",
-            "its Content-Length is not one number",
+            "its Content-Length is not one number: ``",
         ),
         (
             "HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999999\r\n\r\n",
-            "its Content-Length is not one number",
+            "its Content-Length is not one number: `99999999999999999999`",
         ),
         (
             "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n",
@@ -178,11 +178,11 @@ fn the_end_of_a_body_is_known_as_rfc_9112_says() {
         ),
         (
             "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
-            "its Transfer-Encoding is not `chunked` alone, and no other was asked for",
+            "its Transfer-Encoding is not `chunked` alone, and no other was asked for: `gzip, chunked`",
         ),
         (
             "HTTP/1.1 200 OK\r\ntransfer-encoding: xchunked\r\n\r\n",
-            "its Transfer-Encoding is not `chunked` alone, and no other was asked for",
+            "its Transfer-Encoding is not `chunked` alone, and no other was asked for: `xchunked`",
         ),
         (
             "HTTP/1.0 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
@@ -220,7 +220,14 @@ fn the_end_of_a_body_is_known_as_rfc_9112_says() {
         ),
         ("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 O", "more"),
         ("HTTP/1.1 200 OK\r\ncontent-length: 5\r\n", "more"),
-        ("SSH-2.0\r\n\r\n", "not HTTP/1: invalid HTTP version"),
+        (
+            "SSH-2.0-\u{7}\r\n\r\n",
+            r"no HTTP/1 (invalid HTTP version): `SSH-2.0-\x07`",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\na: b\r\nbad name: c\r\nd: e\r\n\r\n",
+            "no HTTP/1 (invalid header name): `bad name: c`",
+        ),
     ] {
         assert_eq!(framed(text, &post), want, "{text:?}");
     }
@@ -516,8 +523,12 @@ async fn a_body_cut_short_is_an_error_and_never_a_whole_one() {
 }
 
 #[tokio::test]
-async fn a_connection_that_ends_before_a_head_is_a_reset() {
-    for answer in ["", "HTTP/1.1 200 OK\r\n", "nonsense\r\n\r\n"] {
+async fn a_connection_that_ends_before_a_head_is_a_reset_and_nonsense_is_told_as_that() {
+    for (answer, is_reset) in [
+        ("", true),
+        ("HTTP/1.1 200 OK\r\n", true),
+        ("nonsense\r\n\r\n", false),
+    ] {
         let (listener, upstream) = engine().await;
         let serve = async {
             let mut stream = accept(&listener).await;
@@ -525,9 +536,12 @@ async fn a_connection_that_ends_before_a_head_is_a_reset() {
             stream.write_all(answer.as_bytes()).await.expect("taken");
         };
         let (_, sent) = tokio::join!(serve, send(&upstream, small()));
-        assert!(
-            matches!(sent, Err(SendError::Reset { reused: false, .. })),
-            "{answer:?}"
-        );
+        match sent {
+            Err(SendError::Reset { reused: false, .. }) => assert!(is_reset, "{answer:?}"),
+            Err(SendError::Malformed(fault)) => {
+                assert!(!is_reset && fault.ends_with(": `nonsense`"), "{fault}");
+            }
+            other => panic!("{answer:?}: {other:?}"),
+        }
     }
 }

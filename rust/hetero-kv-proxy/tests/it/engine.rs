@@ -18,6 +18,9 @@ use tokio::time::{Instant, sleep};
 pub(crate) enum Script {
     /// Prefill: checks limits as vLLM does, pins blocks, answers with params.
     Prefill,
+    /// As `Prefill`, but its answer leaves the engine this much after the blocks were pinned, also
+    /// when nobody waits any more.
+    PinThen(Duration),
     /// Decode: frees the blocks of the request's params, answers with one JSON object.
     Decode,
     /// Decode: frees, then these chunks with a pause before each, then the end.
@@ -33,6 +36,10 @@ pub(crate) enum Script {
     /// A plain answer of which only this part comes before the connection closes: with a length
     /// that is not reached, or in chunks without the last.
     Truncated(&'static str, Framing),
+    /// These bytes, whatever they are; then nothing, until the proxy closes.
+    Raw(&'static str),
+    /// An event stream whose next chunk, this one, is there as soon as the last was taken.
+    Firehose(&'static str),
     /// Status, content type, body.
     Answer(u16, &'static str, &'static str),
     /// As `Decode`, but 500 for transfers that were pinned here: no KV gets over from there.
@@ -452,6 +459,13 @@ async fn perform(
             Ok(answer) => plain(200, &answer),
             Err(message) => plain(400, &json!({"error": {"message": message}}).to_string()),
         },
+        Script::PinThen(way) => match prefill(&request, blocks) {
+            Ok(answer) => {
+                sleep(way).await;
+                plain(200, &answer)
+            }
+            Err(message) => plain(400, &json!({"error": {"message": message}}).to_string()),
+        },
         Script::Decode => {
             free();
             plain(
@@ -526,6 +540,21 @@ async fn perform(
             // The part must be read before the end is seen.
             sleep(Duration::from_millis(30)).await;
             assert!(sent.is_ok());
+            return false;
+        }
+        Script::Raw(bytes) => {
+            free();
+            assert!(writer.write_all(bytes.as_bytes()).await.is_ok());
+            std::future::pending().await
+        }
+        Script::Firehose(chunk) => {
+            free();
+            // Many at once, so that the engine is never what is waited for.
+            let lump = format!("{:x}\r\n{chunk}\r\n", chunk.len()).repeat(4_096);
+            if writer.write_all(EVENTS.as_bytes()).await.is_err() {
+                return false;
+            }
+            while writer.write_all(lump.as_bytes()).await.is_ok() {}
             return false;
         }
         Script::Silence => std::future::pending().await,

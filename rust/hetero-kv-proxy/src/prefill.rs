@@ -1,0 +1,130 @@
+//! A prefill leg on its own, also when its client leaves while the answer is on the way.
+//!
+//! Closing the leg is how an engine learns that nobody waits: it aborts, and pins nothing. But once
+//! it has prefilled, its blocks are pinned and only the answer says where, however short the way of
+//! that answer still is: through the engine's HTTP server, the network, or this host's socket
+//! buffer. So a leg that the engine has got is listened to for a moment more before it is closed,
+//! and an answer that comes is handed over as if it had come before.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::completions::hand_over;
+use crate::connectors::Leg;
+use crate::handover::HandOver;
+use crate::lease::SlotLease;
+use crate::legs::Call;
+use crate::routing::Flow;
+use crate::upstream::{Answer, SendError, Written};
+
+/// How long a leg without a client is listened to: what an answer takes from an engine's scheduler
+/// to here, and less than one engine step of a prompt that is worth an abort.
+const LATE_ANSWER: Duration = Duration::from_millis(50);
+/// Most legs that are listened to at once; further ones are closed right away, and what they pinned
+/// ends with its lease. Each holds a connection and its request's body.
+const LATE_ANSWERS_MAX: usize = 1024;
+
+/// Room for legs whose clients have left.
+#[derive(Debug)]
+pub(crate) struct LateAnswers(Arc<Semaphore>);
+
+impl Default for LateAnswers {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(LATE_ANSWERS_MAX)))
+    }
+}
+
+/// What a transfer is known by, and what its request has in hand.
+pub(crate) struct Transferring {
+    pub(crate) transfer_id: String,
+    pub(crate) engine_id: Option<Arc<str>>,
+    /// The decode slot, where it was taken before: the leg may have named it.
+    pub(crate) decode: Option<SlotLease>,
+    pub(crate) flow: Flow,
+}
+
+/// A prefill leg that has a response head.
+pub(crate) struct Prefilled {
+    pub(crate) answer: Answer,
+    pub(crate) lease: SlotLease,
+    pub(crate) transfer: Transferring,
+}
+
+type Exchange = Pin<Box<dyn Future<Output = (SlotLease, Result<Answer, SendError>)> + Send>>;
+
+/// A leg on its way. Dropped, it is closed, but not before an answer on its way had time to come.
+struct InFlight {
+    call: Arc<Call>,
+    /// When the engine had the whole of it.
+    written: Written,
+    rest: Option<(Exchange, Transferring)>,
+}
+
+/// Sends a prefill leg and waits for the response head; `None` never comes.
+pub(crate) async fn send(
+    call: &Arc<Call>,
+    lease: SlotLease,
+    leg: Leg,
+    fresh: bool,
+    transfer: Transferring,
+) -> Option<(SlotLease, Transferring, Result<Answer, SendError>)> {
+    let written = Written::default();
+    let (own, noted) = (Arc::clone(call), written.clone());
+    let exchange: Exchange = Box::pin(async move {
+        let answer = own.send_prefill(&lease, &leg, fresh, Some(noted)).await;
+        (lease, answer)
+    });
+    let mut leg = InFlight {
+        call: Arc::clone(call),
+        written,
+        rest: Some((exchange, transfer)),
+    };
+    // Until the exchange has ended the guard has it.
+    let (exchange, _) = leg.rest.as_mut()?;
+    let (lease, answer) = exchange.await;
+    let (_, transfer) = leg.rest.take()?;
+    Some((lease, transfer, answer))
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let Some((exchange, transfer)) = self.rest.take() else {
+            return;
+        };
+        // What the engine has not got, it cannot have prefilled.
+        if self.written.at().is_none() {
+            return;
+        }
+        let app = &self.call.app;
+        let Ok(room) = Arc::clone(&app.late_answers.0).try_acquire_owned() else {
+            return;
+        };
+        let call = Arc::clone(&self.call);
+        let late = async move {
+            let _room = room;
+            let Ok((lease, Ok(answer))) = timeout(LATE_ANSWER, exchange).await else {
+                return;
+            };
+            if !answer.head.status.is_success() {
+                return;
+            }
+            let (app, written) = (Arc::clone(&call.app), call.written.clone());
+            let prefilled = Prefilled {
+                answer,
+                lease,
+                transfer,
+            };
+            // Dropped, a hand-over goes on in the background.
+            drop(HandOver::new(app, written, hand_over(call, prefilled)));
+        };
+        // Without a runtime the process is ending, and every connection with it.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            app.tasks.spawn_on(late, &runtime);
+        }
+    }
+}
