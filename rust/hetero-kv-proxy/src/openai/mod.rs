@@ -2,6 +2,7 @@
 //! and changed by byte range. Pure.
 
 pub mod error;
+mod fields;
 pub mod request;
 pub mod response;
 mod scan;
