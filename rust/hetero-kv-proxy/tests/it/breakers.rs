@@ -9,7 +9,7 @@ use tokio::time::sleep;
 
 use crate::client::Client;
 use crate::engine::{Blocks, Script, engines, pair};
-use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
+use crate::{COMPLETIONS, PROMPT, STREAM, at_once, metric, post, proxy_with, until, urls};
 
 const ERROR: &str = r#"{"error": {"message":"no","code":500}}"#;
 
@@ -135,18 +135,8 @@ async fn a_burst_in_which_some_connections_break_keeps_none_out() {
     for _ in 0..30 {
         p0.once(Script::Reset);
     }
-    let clients: Vec<_> = (0..200)
-        .map(|_| {
-            let address = proxy.address;
-            tokio::spawn(async move {
-                let mut client = Client::connect(address).await;
-                client.post(COMPLETIONS, &[], PROMPT.as_bytes()).await;
-                client.reply().await.status
-            })
-        })
-        .collect();
-    for client in clients {
-        assert_eq!(client.await.expect("a client"), 200);
+    for reply in at_once(&proxy, 200, PROMPT).await {
+        assert_eq!(reply.status, 200);
     }
     assert!(p0.count() >= 3, "{}", p0.count());
     assert_eq!(opens(&proxy, "prefill").await, 0.0);

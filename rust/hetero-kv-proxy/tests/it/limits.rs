@@ -7,7 +7,9 @@ use tokio::time::Instant;
 
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Script, pair, pair_on};
-use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, until, urls};
+use crate::{
+    CHAT, COMPLETIONS, PROMPT, STREAM, at_once, metric, post, proxy, proxy_with, until, urls,
+};
 
 #[tokio::test]
 async fn bad_bodies_are_400_and_reach_no_engine() {
@@ -180,19 +182,8 @@ async fn more_requests_than_may_run_get_429_and_the_others_are_served() {
         ..Settings::default()
     };
     let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
-    let clients: Vec<_> = (0..20)
-        .map(|_| {
-            let address = proxy.address;
-            tokio::spawn(async move {
-                let mut client = Client::connect(address).await;
-                client.post(COMPLETIONS, &[], PROMPT.as_bytes()).await;
-                client.reply().await
-            })
-        })
-        .collect();
     let mut statuses = Vec::new();
-    for client in clients {
-        let reply = client.await.expect("a client");
+    for reply in at_once(&proxy, 20, PROMPT).await {
         if reply.status == 429 {
             assert_eq!(reply.error_code(), "too_many_requests");
             assert_eq!(reply.headers["retry-after"], "1");
@@ -230,18 +221,8 @@ async fn a_burst_of_connects_loses_none_and_keeps_no_engine_out() {
     let prefill: Vec<&Engine> = engines.iter().map(|(p, _)| p).collect();
     let decode: Vec<&Engine> = engines.iter().map(|(_, d)| d).collect();
     let proxy = proxy(&prefill, &decode).await;
-    let clients: Vec<_> = (0..CLIENTS)
-        .map(|_| {
-            let address = proxy.address;
-            tokio::spawn(async move {
-                let mut client = Client::connect(address).await;
-                client.post(COMPLETIONS, &[], PROMPT.as_bytes()).await;
-                client.reply().await.status
-            })
-        })
-        .collect();
-    for client in clients {
-        assert_eq!(client.await.expect("a client"), 200);
+    for reply in at_once(&proxy, CLIENTS, PROMPT).await {
+        assert_eq!(reply.status, 200);
     }
     assert!(blocks.lock().expect("blocks").is_empty());
     for role in ["prefill", "decode"] {

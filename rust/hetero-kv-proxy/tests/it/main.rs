@@ -97,6 +97,22 @@ async fn post(proxy: &Proxy, path: &str, body: &str) -> Reply {
     client.reply().await
 }
 
+/// The answers to so many requests at once, each over its own connection.
+async fn at_once(proxy: &Proxy, count: usize, body: &'static str) -> Vec<Reply> {
+    let address = proxy.address;
+    let ask = move || async move {
+        let mut client = Client::connect(address).await;
+        client.post(COMPLETIONS, &[], body.as_bytes()).await;
+        client.reply().await
+    };
+    let asked: Vec<_> = (0..count).map(|_| tokio::spawn(ask())).collect();
+    let mut replies = Vec::new();
+    for reply in asked {
+        replies.push(reply.await.expect("a client"));
+    }
+    replies
+}
+
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 const PROMPT: &str = r#"{"model":"m","prompt":"hello","max_tokens":8}"#;

@@ -10,7 +10,9 @@ use tokio::time::Instant;
 
 use crate::client::Client;
 use crate::engine::{Blocks, Framing, Script, freed, pair, pair_on};
-use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, metric_sum, post, proxy, proxy_with, urls};
+use crate::{
+    CHAT, COMPLETIONS, PROMPT, STREAM, at_once, metric, metric_sum, post, proxy, proxy_with, urls,
+};
 
 #[tokio::test]
 async fn each_chunk_reaches_the_client_before_the_next_is_made() {
@@ -212,18 +214,7 @@ async fn two_hundred_streams_at_once_keep_their_pace() {
     d.always(Script::Stream(chunks, Duration::from_millis(20)));
     let proxy = proxy(&[&p], &[&d]).await;
     let start = Instant::now();
-    let clients: Vec<_> = (0..200)
-        .map(|_| {
-            let address = proxy.address;
-            tokio::spawn(async move {
-                let mut client = Client::connect(address).await;
-                client.post(COMPLETIONS, &[], STREAM.as_bytes()).await;
-                client.reply().await
-            })
-        })
-        .collect();
-    for client in clients {
-        let reply = client.await.expect("a client");
+    for reply in at_once(&proxy, 200, STREAM).await {
         assert!(reply.whole);
         assert!(reply.text().ends_with("data: [DONE]\n\n"));
         // Chunks of one stream may meet in one read when the machine is busy, not most of them.
