@@ -4,7 +4,7 @@
 use hetero_kv_proxy::cli::Settings;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Framing, Script};
+use crate::engine::{Blocks, Engine, Framing, Script, engines, pair};
 use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, post, proxy, proxy_with, urls};
 
 const JSON_CHUNKS: &str =
@@ -20,11 +20,7 @@ fn faulty(framing: &str) -> Script {
 /// Nothing of the answer has gone to the client: it is told by name and status.
 #[tokio::test]
 async fn a_fault_right_behind_the_head_is_a_502() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let events = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n";
     let cases = [
@@ -93,11 +89,7 @@ async fn a_fault_right_behind_the_head_is_a_502() {
 /// What is there together is looked at together; behind what has gone out, an event can tell.
 #[tokio::test]
 async fn a_fault_in_mid_body_is_told_where_it_can_be() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     d.once(faulty("2\r\n{}\r\nxyz\r\n"));
     let reply = post(&proxy, COMPLETIONS, PROMPT).await;
@@ -123,11 +115,7 @@ async fn a_fault_in_mid_body_is_told_where_it_can_be() {
 /// What is no answer of HTTP/1 is told as that, with the part that is wrong.
 #[tokio::test]
 async fn an_answer_that_is_no_http_is_told_as_that() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let long: &'static str = Box::leak(format!("{}\r\n\r\n", "a".repeat(10_000)).into_boxed_str());
     let cases = [
@@ -192,12 +180,7 @@ async fn a_prefill_answer_that_breaks_off_is_retried_elsewhere_with_a_new_id() {
         ),
         (faulty("2\r\n{}\r\nxyz\r\n"), "prefill_malformed"),
     ] {
-        let blocks = Blocks::default();
-        let (p0, p1) = (
-            Engine::prefill(&blocks).await,
-            Engine::prefill(&blocks).await,
-        );
-        let d = Engine::decode(&blocks).await;
+        let ([p0, p1], [d]) = engines(&Blocks::default()).await;
         let proxy = proxy(&[&p0, &p1], &[&d]).await;
         p0.once(script.clone());
         assert_eq!(post(&proxy, COMPLETIONS, STREAM).await.status, 200);
@@ -223,12 +206,7 @@ async fn a_prefill_answer_that_breaks_off_is_retried_elsewhere_with_a_new_id() {
 /// Another engine's would be as large.
 #[tokio::test]
 async fn a_prefill_answer_over_the_limit_is_told_and_not_retried() {
-    let blocks = Blocks::default();
-    let (p0, p1) = (
-        Engine::prefill(&blocks).await,
-        Engine::prefill(&blocks).await,
-    );
-    let d = Engine::decode(&blocks).await;
+    let ([p0, p1], [d]) = engines(&Blocks::default()).await;
     let settings = Settings {
         prefill_answer_bytes_max: Some(1_024),
         ..Settings::default()

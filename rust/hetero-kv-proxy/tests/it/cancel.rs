@@ -6,7 +6,7 @@ use hetero_kv_proxy::cli::Settings;
 use tokio::io::AsyncWriteExt;
 
 use crate::client::Client;
-use crate::engine::{Blocks, Ended, Engine, Script, freed};
+use crate::engine::{Blocks, Ended, Engine, Script, freed, pair, pair_on};
 use crate::{
     COMPLETIONS, PROMPT, STREAM, metric, metric_sum, post, proxy, proxy_with, until, urls,
 };
@@ -26,11 +26,7 @@ async fn requests(proxy: &hetero_kv_proxy::run::Proxy, status: u16) -> f64 {
 
 #[tokio::test]
 async fn leaving_during_prefill_closes_the_prefill_leg_and_sends_no_decode() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.once(Script::After(
         Duration::from_secs(4),
         Box::new(Script::Prefill),
@@ -84,10 +80,7 @@ async fn leaving_while_decode_is_being_reached_still_sends_the_decode_leg_and_th
 #[tokio::test]
 async fn leaving_around_the_end_of_prefill_never_strands_blocks() {
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let pause = Duration::from_millis(10);
     p.always(Script::After(pause, Box::new(Script::Prefill)));
     d.always(Script::After(pause, Box::new(Script::Decode)));
@@ -120,10 +113,7 @@ async fn leaving_around_the_end_of_prefill_never_strands_blocks() {
 async fn an_answer_that_was_on_its_way_when_the_client_left_is_handed_over() {
     const COUNT: usize = 100;
     let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair_on(&blocks).await;
     let proxy = proxy(&[&p], &[&d]).await;
     for at in 0..COUNT {
         // Every other answer is on its way for a moment after the blocks were pinned.
@@ -149,11 +139,7 @@ async fn an_answer_that_was_on_its_way_when_the_client_left_is_handed_over() {
 
 #[tokio::test]
 async fn a_decode_leg_without_a_sign_of_life_ends_after_the_grace() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let settings = Settings {
         handover_grace_ms: Some(1_500),
         ..Settings::default()
@@ -185,11 +171,7 @@ async fn a_decode_leg_without_a_sign_of_life_ends_after_the_grace() {
 
 #[tokio::test]
 async fn a_decode_leg_older_than_the_grace_ends_at_once() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.once(Script::Silence);
     d.once(Script::StreamThenSilence(vec![]));
     let settings = Settings {
@@ -212,11 +194,7 @@ async fn a_decode_leg_older_than_the_grace_ends_at_once() {
 
 #[tokio::test]
 async fn leaving_in_mid_stream_closes_the_decode_leg_at_once() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.once(Script::Stream(
         vec!["data: 1\n\n"; 200],
         Duration::from_millis(20),
@@ -241,11 +219,7 @@ async fn leaving_in_mid_stream_closes_the_decode_leg_at_once() {
 /// A client that closes its sending side only looks like one that left: HTTP gives no other sign.
 #[tokio::test]
 async fn a_half_closed_client_counts_as_one_that_left() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     p.once(Script::Silence);
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
@@ -259,11 +233,7 @@ async fn a_half_closed_client_counts_as_one_that_left() {
 
 #[tokio::test]
 async fn leaving_in_mid_body_sends_nothing() {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     let mut client = Client::connect(proxy.address).await;
     client

@@ -11,17 +11,13 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::client::Client;
-use crate::engine::{Blocks, Engine, Script};
+use crate::engine::{Engine, Script, pair};
 use crate::{COMPLETIONS, STREAM, metric, proxy_with, until, urls};
 
 const TOKEN: &str = "data: {\"choices\":[{\"index\":0,\"text\":\" token\"}]}\n\n";
 
 async fn firehose(settings: Settings) -> (Engine, Engine, hetero_kv_proxy::run::Proxy) {
-    let blocks = Blocks::default();
-    let (p, d) = (
-        Engine::prefill(&blocks).await,
-        Engine::decode(&blocks).await,
-    );
+    let (p, d) = pair().await;
     d.always(Script::Firehose(TOKEN));
     let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
     (p, d, proxy)
