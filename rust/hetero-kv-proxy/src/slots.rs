@@ -82,6 +82,13 @@ impl App {
         // A prefill leg is of no use without a decode worker that goes with it.
         let with_decode = want.decode.is_some() || (told && want.prefill.is_some());
         let mut decode = with_decode.then(|| lock(self.side(Role::Decode)));
+        if prefill.is_some() && decode.is_none() {
+            // Blocks that nobody will read would stay until their lease ends.
+            let decodes = self.with_pool(Role::Decode, |pool| pool.has_routable());
+            if !decodes {
+                return Err(NoSlot::NoEngine(Role::Decode));
+            }
+        }
         let kinds = told.then(|| lock(&self.kinds));
         let this = Try {
             want,

@@ -119,6 +119,21 @@ fn reach(control: &str) -> Result<&'static str, String> {
     })
 }
 
+/// Refuses an address that means every interface: whoever dials it reaches its own host.
+fn dialable(key: &'static str, host: &str) -> Result<(), WorkerFault> {
+    let address: Option<std::net::IpAddr> = host.parse().ok();
+    match address.is_some_and(|address| address.is_unspecified()) {
+        true => Err(WorkerFault::of(
+            key,
+            format!(
+                "{key}: `{host}` means every interface and nobody can dial it; name the engine's own \
+                 address"
+            ),
+        )),
+        false => Ok(()),
+    }
+}
+
 /// Parses `URL[,key=value...]`; for the keys see [`keys`].
 pub(super) fn worker(text: &str) -> Result<Worker, String> {
     let mut parts = text.split(',');
@@ -146,6 +161,7 @@ pub(super) fn worker(text: &str) -> Result<Worker, String> {
 /// A worker of its URL and its keys, each at most once.
 pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Worker, WorkerFault> {
     let base = base_url(url).map_err(|fault| WorkerFault::of("url", fault))?;
+    dialable("url", &base.host)?;
     let text = |key: &str| {
         given
             .iter()
@@ -173,15 +189,18 @@ pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Work
         Some(address) => address.to_owned(),
         None => format!("{}:{BOOTSTRAP_PORT}", bracketed(&base.host)),
     };
-    host_port(&bootstrap)
+    let (bootstrap_host, _) = host_port(&bootstrap)
         .map_err(|fault| WorkerFault::of("bootstrap", format!("bootstrap: {fault}")))?;
+    dialable("bootstrap", &bootstrap_host)?;
+    let kv_host = text("kv-host").unwrap_or(&base.host);
+    dialable("kv-host", kv_host)?;
     let peer = PeerSpec {
         dp,
         dp_size: number("dp-size", 1, 65_536, dp)?,
         dp_rank0: number("dp-rank0", 0, 65_535, 0)?,
         tp: number("tp", 1, 1_024, 0)?,
         zmq: ZmqAddress {
-            host: text("kv-host").unwrap_or(&base.host).to_owned(),
+            host: kv_host.to_owned(),
             handshake: port("handshake", HANDSHAKE_PORT)?,
             notify: port("notify", NOTIFY_PORT)?,
         },

@@ -88,6 +88,26 @@ async fn several_sequences_fan_out_on_decode_where_one_transfer_cannot_serve_the
     assert_eq!(d.seen()[0].json()["n"], 2);
 }
 
+/// Only where a prompt is computed are there log probabilities of it.
+#[tokio::test]
+async fn log_probabilities_of_a_prompt_come_from_decode_alone() {
+    const ANSWER: &str = r#"{"choices":[{"prompt_logprobs":[null,{"1":-0.10}]}]}"#;
+    let (p, d) = (engine(PREFILLED).await, engine(ANSWER).await);
+    for connector in ["hetero", "nixl", "moriio-read", "moriio-write"] {
+        let proxy = proxy_of(connector, &urls(&[&p]), &urls(&[&d])).await;
+        for body in [
+            r#"{"prompt":"a","prompt_logprobs":1, "max_tokens":4}"#,
+            r#"{"prompt":"a","echo":true,"logprobs":2}"#,
+        ] {
+            let reply = post(&proxy, COMPLETIONS, body).await;
+            assert_eq!((reply.status, reply.text().as_str()), (200, ANSWER));
+            assert_eq!(d.seen().last().expect("a leg").text(), body, "{connector}");
+        }
+        assert_eq!(fallbacks(&proxy, "prompt_logprobs").await, 2.0);
+    }
+    assert_eq!(p.count(), 0);
+}
+
 #[tokio::test]
 async fn none_sends_the_clients_bytes_to_decode_and_is_ready_without_prefill() {
     let d = engine("{}").await;

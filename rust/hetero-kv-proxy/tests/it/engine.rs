@@ -111,6 +111,8 @@ struct State {
     /// Requests that are being performed, and the most there ever were.
     running: (usize, usize),
     healthy: bool,
+    /// `Host` without which everything is answered 421, as by a gateway that routes by it.
+    host: Option<String>,
     blocks: Blocks,
     /// Answer to `GET /query`, as Mooncake's bootstrap server gives it.
     bootstrap: String,
@@ -159,6 +161,7 @@ impl Engine {
             asked: Vec::new(),
             running: (0, 0),
             healthy: true,
+            host: None,
             blocks: Arc::clone(blocks),
             bootstrap: "{}".to_owned(),
             models: None,
@@ -200,6 +203,11 @@ impl Engine {
 
     pub(crate) fn set_healthy(&self, healthy: bool) {
         self.state.lock().expect("state").healthy = healthy;
+    }
+
+    /// Answers 421 to every request that names another `Host`, or is no HTTP/1.1.
+    pub(crate) fn demand_host(&self, host: &str) {
+        self.state.lock().expect("state").host = Some(host.to_owned());
     }
 
     /// The engine ids that this engine tells as a bootstrap server, DP rank 0 first.
@@ -298,9 +306,21 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
     let mut buffer = Vec::new();
     while let Some((line, headers, body)) = read_request(&mut reader, &mut buffer).await {
         let host = headers.get("host").cloned().unwrap_or_default();
-        let asked = (line.clone(), host);
-        state.lock().expect("state").asked.push(asked);
-        if line.starts_with("GET /metrics ") {
+        let misdirected = {
+            let mut state = state.lock().expect("state");
+            state.asked.push((line.clone(), host.clone()));
+            let demanded = state.host.as_ref();
+            demanded.is_some_and(|demanded| *demanded != host || !line.ends_with(" HTTP/1.1"))
+        };
+        if misdirected {
+            if writer.write_all(plain(421, "").as_bytes()).await.is_err() {
+                return;
+            }
+            continue;
+        }
+        // What an engine answers by itself, also behind a base path.
+        let path = line.replacen(" /base/", " /", 1);
+        if path.starts_with("GET /metrics ") {
             let answer = {
                 let state = state.lock().expect("state");
                 let running = state.running.0.to_string();
@@ -314,24 +334,19 @@ async fn serve(stream: TcpStream, state: Arc<Mutex<State>>, connection: usize) {
             }
             continue;
         }
-        let own = [
-            "GET /health ",
-            "GET /base/health ",
-            "GET /query ",
-            "GET /v1/models ",
-        ];
-        if own.iter().any(|own| line.starts_with(own)) {
+        let own = ["GET /health ", "GET /query ", "GET /v1/models "];
+        if own.iter().any(|own| path.starts_with(own)) {
             let (healthy, bootstrap, models) = {
                 let state = state.lock().expect("state");
                 (state.healthy, state.bootstrap.clone(), state.models.clone())
             };
-            let answer = if line.starts_with("GET /query ") {
+            let answer = if path.starts_with("GET /query ") {
                 plain(200, &bootstrap)
             } else if let (true, Some((status, body))) =
-                (line.starts_with("GET /v1/models "), &models)
+                (path.starts_with("GET /v1/models "), &models)
             {
                 plain(*status, body)
-            } else if line.starts_with("GET /v1/models ") {
+            } else if path.starts_with("GET /v1/models ") {
                 let auth = headers.get("authorization").cloned().unwrap_or_default();
                 plain(200, &json!({"object": "list", "auth": auth}).to_string())
             } else {

@@ -45,9 +45,10 @@ async fn a_decode_error_is_the_answer() {
     let (p, d) = pair().await;
     let proxy = proxy(&[&p], &[&d]).await;
     for status in [400, 404, 429, 500, 503] {
-        d.once(Script::Answer(status, "application/json", ERROR));
+        d.once(Script::Answer(status, "application/problem+json", ERROR));
         let reply = post(&proxy, COMPLETIONS, STREAM).await;
         assert_eq!((reply.status, reply.text().as_str()), (status, ERROR));
+        assert_eq!(reply.headers["content-type"], "application/problem+json");
         assert!(reply.whole);
     }
     assert_eq!((p.count(), d.count()), (5, 5));
@@ -128,6 +129,33 @@ async fn prefill_that_breaks_before_its_answer_is_retried_elsewhere_with_a_new_i
         assert_ne!(id(&p0), id(&p1));
         assert_eq!(id(&p1), id(&d));
         assert_eq!(metric(&proxy, "retries_total{role=\"prefill\"}").await, 1.0);
+    }
+}
+
+#[tokio::test]
+async fn when_every_prefill_breaks_before_its_answer_it_is_a_502_without_an_address() {
+    for script in [Script::Close, Script::Reset] {
+        let blocks = Blocks::default();
+        let (p0, p1) = (
+            Engine::prefill(&blocks).await,
+            Engine::prefill(&blocks).await,
+        );
+        let d = Engine::decode(&blocks).await;
+        let proxy = proxy_with(no_kept_connections(), &urls(&[&p0, &p1]), &urls(&[&d])).await;
+        for engine in [&p0, &p1] {
+            engine.always(script.clone());
+        }
+        for sent in 1..=3 {
+            let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+            assert_eq!(
+                (reply.status, reply.error_code().as_str()),
+                (502, "prefill_reset")
+            );
+            assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
+            // Each try is bounded, and none is followed by decode.
+            assert_eq!(p0.count() + p1.count(), 3 * sent);
+        }
+        assert_eq!(d.count(), 0);
     }
 }
 

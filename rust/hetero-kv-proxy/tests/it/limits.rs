@@ -75,6 +75,14 @@ async fn paths_and_methods() {
         (reply.status, reply.headers["allow"].as_str()),
         (405, "GET, HEAD")
     );
+    // On the clients' own listener, and asking no engine.
+    for (path, part) in [("/metrics", "hetero_kv_proxy_"), ("/health", "ok")] {
+        client.get(path).await;
+        let reply = client.reply().await;
+        assert_eq!(reply.status, 200, "{path}");
+        assert!(reply.text().contains(part), "{path}");
+    }
+    assert_eq!((p.count(), d.count()), (0, 0));
 }
 
 #[tokio::test]

@@ -74,8 +74,14 @@ impl Drop for Serving {
 impl Serving {
     /// With these flags beside the listeners. What it logs afterwards is in `log`.
     pub(crate) fn start(flags: &[&str], log: &Path) -> Self {
+        Self::start_in(&[], flags, log)
+    }
+
+    /// As `start`, in this environment.
+    pub(crate) fn start_in(environment: &[(&str, &str)], flags: &[&str], log: &Path) -> Self {
         let file = std::fs::File::create(log).expect("a file");
         let child = command()
+            .envs(environment.iter().copied())
             .args(["serve", "--listen", "127.0.0.1:0", "--admin-listen"])
             .args(["127.0.0.1:0", "--log-format", "json"])
             .args(["--health-interval-ms", "20"])

@@ -69,18 +69,27 @@ async fn both_legs_go_out_at_once_under_one_id_with_each_others_sizes() {
 #[tokio::test]
 async fn the_stream_begins_with_decodes_first_chunk_and_ends_whole() {
     let (p, d) = (engine(OK).await, engine("{}").await);
-    p.always(Script::Silence);
     d.always(Script::Stream(
         vec!["data: 1\n\n", "data: 2\n\n", "data: [DONE]\n\n"],
         Duration::from_millis(20),
     ));
     let proxy = proxy_of("moriio-write", &urls(&[&p]), &urls(&[&d])).await;
-    let reply = post(&proxy, COMPLETIONS, STREAM).await;
-    assert!(reply.whole);
-    assert_eq!(reply.text(), "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n");
-    assert!(reply.pieces[0].0 < AT_ONCE, "{:?}", reply.pieces[0].0);
-    // What prefill would still say interests nobody.
-    until("the prefill leg's end", || p.ended(0).is_some()).await;
+    // No answer, a head alone, and a body without an end.
+    let late = [
+        Script::Silence,
+        Script::StreamThenSilence(vec![]),
+        Script::Stream(vec![": keep-alive\n\n"; 10_000], Duration::from_millis(10)),
+    ];
+    for (at, script) in late.into_iter().enumerate() {
+        p.once(script);
+        let reply = post(&proxy, COMPLETIONS, STREAM).await;
+        assert!(reply.whole);
+        assert_eq!(reply.text(), "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n");
+        assert!(reply.pieces[0].0 < AT_ONCE, "{:?}", reply.pieces[0].0);
+        // What prefill would still say interests nobody.
+        until("the prefill leg's end", || p.ended(at).is_some()).await;
+        assert_eq!(p.ended(at), Some(Ended::ProxyClosed));
+    }
     let line = format!(
         "in_flight{{role=\"prefill\",instance=\"{}\",rank=\"0\"}}",
         p.url()

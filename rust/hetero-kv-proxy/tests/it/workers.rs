@@ -15,11 +15,15 @@ use crate::{COMPLETIONS, STREAM, proxy_with};
 const CHUNKS: [&str; 2] = ["data: {\"a\":1}\n\n", "data: [DONE]\n\n"];
 
 /// A proxy with a listener for administrators, that probes often.
-async fn managed(prefill: &[&Engine], decode: &[&Engine]) -> Proxy {
+pub(crate) async fn managed(prefill: &[&Engine], decode: &[&Engine]) -> Proxy {
     managed_with(Settings::default(), prefill, decode).await
 }
 
-async fn managed_with(mut settings: Settings, prefill: &[&Engine], decode: &[&Engine]) -> Proxy {
+pub(crate) async fn managed_with(
+    mut settings: Settings,
+    prefill: &[&Engine],
+    decode: &[&Engine],
+) -> Proxy {
     settings.admin_listen = Some("127.0.0.1:0".to_owned());
     settings.health_interval_ms.get_or_insert(20);
     proxy_with(settings, &crate::urls(prefill), &crate::urls(decode)).await

@@ -19,7 +19,7 @@ use crate::{COMPLETIONS, PROMPT, metric, post, soon};
 const PREFILLED: &str = r#"{"choices":[{"text":"t","finish_reason":"length"}],"kv_transfer_params":{"remote_block_ids":[[1]],"tp_size":1,"remote_dp_rank":0}}"#;
 
 /// A proxy that listens for ZeroMQ, and where.
-async fn proxy(connector: &str, settings: Settings) -> (Proxy, SocketAddr) {
+pub(crate) async fn proxy(connector: &str, settings: Settings) -> (Proxy, SocketAddr) {
     let settings = Settings {
         connector: Some(connector.to_owned()),
         zmq_listen: Some("127.0.0.1:0".to_owned()),
@@ -35,7 +35,7 @@ async fn proxy(connector: &str, settings: Settings) -> (Proxy, SocketAddr) {
 }
 
 /// The end of a DEALER that has shaken hands.
-async fn dealer(at: SocketAddr) -> TcpStream {
+pub(crate) async fn dealer(at: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(at).await.expect("the proxy accepts");
     let mut hello = vec![0; 64];
     hello[0] = 0xff;
@@ -47,7 +47,7 @@ async fn dealer(at: SocketAddr) -> TcpStream {
     stream
 }
 
-fn frame(value: &Value) -> Vec<u8> {
+pub(crate) fn frame(value: &Value) -> Vec<u8> {
     let body = rmp_serde::to_vec(value).expect("packs");
     match u8::try_from(body.len()) {
         Ok(length) => [&[0, length], body.as_slice()].concat(),
@@ -58,7 +58,7 @@ fn frame(value: &Value) -> Vec<u8> {
     }
 }
 
-fn announced(role: &str, engine: &Engine, mode: &str) -> Value {
+pub(crate) fn announced(role: &str, engine: &Engine, mode: &str) -> Value {
     let url = engine.url();
     json!({
         "type": role, "http_address": url.strip_prefix("http://").expect("a URL"),
@@ -67,23 +67,23 @@ fn announced(role: &str, engine: &Engine, mode: &str) -> Value {
     })
 }
 
-async fn frames(proxy: &Proxy, outcome: &str) -> f64 {
+pub(crate) async fn frames(proxy: &Proxy, outcome: &str) -> f64 {
     metric(proxy, &format!("zmq_frames_total{{outcome=\"{outcome}\"}}")).await
 }
 
 /// Waits until so many frames ended so.
-async fn until_frames(proxy: &Proxy, outcome: &str, count: f64) {
+pub(crate) async fn until_frames(proxy: &Proxy, outcome: &str, count: f64) {
     soon(outcome, async || frames(proxy, outcome).await >= count).await;
 }
 
-async fn workers(proxy: &Proxy) -> Vec<Value> {
+pub(crate) async fn workers(proxy: &Proxy) -> Vec<Value> {
     let mut client = crate::client::Client::connect(proxy.address).await;
     client.get("/workers").await;
     let list = client.reply().await.json();
     list.as_array().expect("a list").clone()
 }
 
-async fn until_routable(proxy: &Proxy, count: usize) {
+pub(crate) async fn until_routable(proxy: &Proxy, count: usize) {
     let start = Instant::now();
     loop {
         let all = workers(proxy).await;

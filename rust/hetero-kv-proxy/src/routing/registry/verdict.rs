@@ -76,6 +76,11 @@ impl Pool {
         routable.map(|known| known.index).collect()
     }
 
+    /// Whether any instance takes legs at this moment.
+    pub fn has_routable(&self) -> bool {
+        self.instances.iter().any(Instance::is_routable)
+    }
+
     /// The kinds of the instances that take legs at this moment.
     pub fn routable_kinds(&self) -> KindSet {
         let routable = self.instances.iter().filter(|known| known.is_routable());
