@@ -214,12 +214,17 @@ impl Drop for Record {
         }
         let timeline = &self.timeline;
         timeline.end(status, self.app.now_us());
-        if tracing::enabled!(tracing::Level::DEBUG) {
+        if is_logged() {
             log(timeline, phase, self.finished);
         }
         let max = self.app.config().trace_requests_max;
         self.app.timelines.keep(Arc::clone(timeline), max);
     }
+}
+
+/// Whether requests are logged one by one.
+pub(crate) fn is_logged() -> bool {
+    tracing::enabled!(tracing::Level::DEBUG)
 }
 
 /// One line for one request. Nothing that a client wrote but its id is in it.
@@ -245,6 +250,9 @@ fn log(timeline: &Timeline, phase: &'static str, complete: bool) {
             decode_head_ms = decode.and_then(|leg| ms(leg.sent_us, leg.head_us)),
             first_chunk_ms = decode.and_then(|leg| ms(timeline.started_us, leg.first_us)),
             chunks = decode.map(|leg| leg.chunks),
+            prompt_tokens = seen.tokens.prompt,
+            cached_tokens = seen.tokens.cached,
+            completion_tokens = seen.tokens.completion,
             legs = seen.legs.len(),
             ms = ms(timeline.started_us, seen.ended_us),
             "request"

@@ -22,6 +22,7 @@ use crate::running::Requests;
 use crate::sync::lock;
 use crate::timeline::Timelines;
 use crate::trace_context::TraceIds;
+use crate::twins::Twins;
 
 mod health;
 mod members;
@@ -62,6 +63,8 @@ pub struct App {
     start: Instant,
     /// Pairs of engines that are avoided. Locked behind all others, or alone.
     pub(crate) bad_pairs: Mutex<BadPairs>,
+    /// Engines that serve both roles.
+    pub(crate) twins: Twins,
     /// The last requests that ended.
     pub(crate) timelines: Timelines,
     /// Ids of traces and of legs.
@@ -97,6 +100,7 @@ impl App {
             revisions: Revisions::new(config.revision_weights.clone()),
             start: Instant::now(),
             bad_pairs: Mutex::default(),
+            twins: Twins::default(),
             timelines: Timelines::default(),
             trace_ids: TraceIds::default(),
             reloaded: watch::Sender::new(()),

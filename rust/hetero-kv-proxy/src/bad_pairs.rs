@@ -25,26 +25,33 @@ impl App {
     }
 
     /// The instances of `role` that are not to be chosen: those that do not go with the one that was
-    /// chosen for the other leg, or else those that go with none of `others`.
+    /// chosen for the other leg, or are the same engine, or else those that go with none of
+    /// `others`.
     pub(crate) fn shunned(
         &self,
         role: Role,
         partner: Option<InstanceIndex>,
         others: impl FnOnce() -> Vec<InstanceIndex>,
     ) -> Vec<InstanceIndex> {
-        if lock(&self.bad_pairs).is_empty() {
+        let none_avoided = lock(&self.bad_pairs).is_empty();
+        if none_avoided && self.twins.is_empty() {
             return Vec::new();
         }
         let now_ms = self.now_ms();
         match (role, partner) {
             (_, Some(partner)) => {
                 let shunned = lock(&self.bad_pairs).with(role.other(), partner, now_ms);
-                shunned.into_iter().map(|(instance, _)| instance).collect()
+                let shunned = shunned.into_iter().map(|(instance, _)| instance);
+                shunned.chain(self.twins.of(role, partner)).collect()
             }
             (Role::Prefill, None) => {
                 // Asked for first: it may lock decode's side.
                 let others = others();
-                lock(&self.bad_pairs).hopeless(&others, now_ms)
+                let mut shunned = lock(&self.bad_pairs).hopeless(&others, now_ms);
+                if let [only] = others[..] {
+                    shunned.extend(self.twins.of(Role::Prefill, only));
+                }
+                shunned
             }
             (Role::Decode, None) => Vec::new(),
         }

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::Ticket;
 use crate::admit;
-use crate::answer::{self, Answer, Phase, Record};
+use crate::answer::{self, Answer, Phase, Record, is_logged};
 use crate::app::App;
 use crate::client_io::HeadWatch;
 use crate::config::OnNoPrefill;
@@ -26,6 +26,7 @@ use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::openai::response::{self, Ended};
+use crate::openai::tokens::Tokens;
 use crate::openai::usage::Cached;
 use crate::prefill::{self, Prefilled, Transferring};
 use crate::random::random_hex;
@@ -144,6 +145,12 @@ async fn run(
         (_, Order::DecodeAlone) => Order::DecodeAlone,
         (Some(reason), Order::PrefillFirst | Order::Together) => {
             app.count_fallback(reason);
+            Order::DecodeAlone
+        }
+        (None, Order::PrefillFirst | Order::Together)
+            if call.endpoint.is_none() && app.serves_alone() =>
+        {
+            app.count_fallback("same_engine");
             Order::DecodeAlone
         }
         (None, order) => match call.auto_alone() {
@@ -534,6 +541,15 @@ pub(crate) async fn hand_over(
         }
     }
 
+    if is_logged()
+        && let Some(tokens) = Tokens::of(&body)
+    {
+        // Its one token is not the answer's.
+        call.timeline.tokens(Tokens {
+            completion: None,
+            ..tokens
+        });
+    }
     // Of several prompts prefill had the first only, and decode's sum is the better one.
     let usage = match has_handle && !call.request.is_batch() {
         true => answer.usage,

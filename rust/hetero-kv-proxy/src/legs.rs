@@ -65,7 +65,8 @@ pub(crate) fn rarely<F: Future>(future: F) -> Pin<Box<F>> {
 /// The error where no instance of a role takes legs.
 pub(crate) fn no_engine(role: Role) -> ApiError {
     let message = format!(
-        "no {} engine is there that answers its probe and is not drained",
+        "no {} engine is there that answers its probe and is not drained; GET /workers, here or on \
+         the listener of --admin-listen, shows each engine and its state",
         role.name()
     );
     ApiError::new(503, "no_engine", message)

@@ -51,5 +51,6 @@ pub mod tell;
 pub mod timeline;
 mod together;
 pub mod trace_context;
+mod twins;
 pub mod upstream;
 pub mod workers;

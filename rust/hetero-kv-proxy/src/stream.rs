@@ -12,7 +12,7 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use crate::answer::Record;
+use crate::answer::{Record, is_logged};
 use crate::app::App;
 use crate::client_io::LegUntil;
 use crate::completions::Begun;
@@ -23,6 +23,7 @@ use crate::metrics::ReasonLabels;
 use crate::openai::Route;
 use crate::openai::error::{self, ApiError};
 use crate::openai::sse::{self, Tail};
+use crate::openai::tokens::Reader;
 use crate::openai::usage::Teller;
 use crate::routing::LegFault;
 use crate::running::Running;
@@ -117,6 +118,8 @@ pub struct DecodeStream {
     events: Option<Tail>,
     /// Tells prefill's count of cached tokens, where it is known.
     teller: Option<Teller>,
+    /// Reads the tokens that it tells, where they are logged.
+    tokens: Option<Reader>,
     any_chunk: bool,
     written: Written,
     aborted: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -189,6 +192,7 @@ impl DecodeStream {
             first: now,
             chunks: 0,
             events: is_events.then(Tail::default),
+            tokens: is_logged().then(|| Reader::new(is_events)),
             any_chunk: false,
             written,
             told: false,
@@ -325,6 +329,9 @@ impl DecodeStream {
                     if let Some(events) = &mut self.events {
                         events.push(&rest);
                     }
+                    if let Some(tokens) = &mut self.tokens {
+                        tokens.push(&rest);
+                    }
                     if self.is_cut_off() {
                         return self.break_off(StreamBroken::Engine);
                     }
@@ -389,6 +396,9 @@ impl DecodeStream {
         };
         if let Some(events) = &mut self.events {
             events.push(&passed);
+        }
+        if let Some(tokens) = &mut self.tokens {
+            tokens.push(&passed);
         }
         if ended {
             self.complete();
@@ -461,6 +471,9 @@ impl DecodeStream {
         if let Some(live) = self.live.as_ref().filter(|_| self.any_chunk) {
             let lease = &live.decode.lease;
             lease.note_chunks(self.first, self.heard, self.chunks);
+            if let Some(tokens) = &self.tokens {
+                live.record.timeline().tokens(tokens.end());
+            }
         }
     }
 

@@ -7,6 +7,7 @@ use http::HeaderValue;
 use serde_json::{Value, json};
 
 use crate::answer::Phase;
+use crate::openai::tokens::Tokens;
 use crate::sync::lock;
 use crate::trace_context::TraceContext;
 
@@ -31,6 +32,8 @@ pub(crate) struct Seen {
     pub(crate) legs: Vec<LegTimes>,
     pub(crate) ended_us: u64,
     pub(crate) status: u16,
+    /// What its answers told, where somebody reads it.
+    pub(crate) tokens: Tokens,
 }
 
 /// One leg that ended.
@@ -92,6 +95,12 @@ impl Timeline {
         if seen.legs.len() < LEGS_MAX {
             seen.legs.push(leg);
         }
+    }
+
+    /// An answer told these; what was told before counts less.
+    pub(crate) fn tokens(&self, tokens: Tokens) {
+        let mut seen = lock(&self.seen);
+        seen.tokens = seen.tokens.then(tokens);
     }
 
     pub(crate) fn end(&self, status: u16, at_us: u64) {

@@ -50,6 +50,7 @@ impl App {
         let instance = Arc::new(instance);
         Arc::make_mut(&mut side.instances).push(Arc::clone(&instance));
         drop(side);
+        self.note_twins(&instance);
         self.admission.ring();
         instance
     }
@@ -128,6 +129,7 @@ impl App {
             }
         }
         lock(&self.bad_pairs).forget(instance.role, instance.index);
+        self.twins.leave(instance.role, instance.index);
         instance.gone.cancel();
         self.metrics.pairs.forget(instance);
         tracing::info!(id = instance.id(), url = &*instance.label, "worker removed");

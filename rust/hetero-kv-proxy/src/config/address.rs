@@ -256,7 +256,12 @@ pub(crate) fn base_url(url: &str) -> Result<BaseUrl, String> {
     let uri: http::Uri = url.parse().map_err(|error| format!("not a URL: {error}"))?;
     match uri.scheme_str() {
         Some("http") => {}
-        Some("https") => return Err("https is not available yet in this build".to_owned()),
+        Some("https") => {
+            let way_out = "engines are spoken to without TLS: give the engine's http:// address in \
+                           the cluster's own network, and let a TLS terminator beside the engine \
+                           serve those outside it; or give the http:// end of a TLS tunnel";
+            return Err(way_out.to_owned());
+        }
         _ => return Err("a URL begins with http://".to_owned()),
     }
     let authority = uri.authority().ok_or("the URL has no host")?;

@@ -92,7 +92,10 @@ fn every_fault_is_told_at_once() {
 fn bad_workers_are_refused() {
     for (url, part) in [
         ("p:1", "begins with http://"),
-        ("https://p:1", "https is not available"),
+        (
+            "https://p:1",
+            "http:// address in the cluster's own network, and let a TLS terminator",
+        ),
         ("http://u@p:1", "user name"),
         ("http://p:1?x=1", "no query"),
         ("http://p:0", "1 to 65535"),

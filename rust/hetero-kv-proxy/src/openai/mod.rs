@@ -8,6 +8,7 @@ pub mod response;
 mod scan;
 pub mod splice;
 pub mod sse;
+pub(crate) mod tokens;
 pub mod usage;
 
 #[cfg(test)]

@@ -220,7 +220,8 @@ async fn a_request_is_one_line_at_debug_none_at_info_and_no_line_has_its_prompt_
         let flags = ["--log-level", level, "--api-key-file", keys];
         let (child, address, mut log) = serve_with(&p, &d, &flags);
         let body = r#"{"model":"m","prompt":"my-secret-prompt","max_tokens":8}"#;
-        d.once(Script::Decode);
+        let used = r#"{"usage":{"prompt_tokens":9,"completion_tokens":8,"prompt_tokens_details":{"cached_tokens":3}}}"#;
+        d.once(Script::Answer(200, "application/json", used));
         d.once(Script::Answer(500, "application/json", "{}"));
         for (key, status) in [
             ("secret-of-the-client", 200),
@@ -275,12 +276,81 @@ async fn a_request_is_one_line_at_debug_none_at_info_and_no_line_has_its_prompt_
         ] {
             assert_eq!(fields[name], want, "{name} in {fields}");
         }
+        let tokens = ["prompt_tokens", "cached_tokens", "completion_tokens"];
+        for (name, want) in tokens.into_iter().zip([9, 3, 8]) {
+            match status {
+                200 => assert_eq!(fields[name], serde_json::json!(want), "{name} in {fields}"),
+                _ => assert!(fields[name].is_null(), "{name} in {fields}"),
+            }
+        }
         for time in ["ms", "prefill_ms", "decode_head_ms"] {
             assert!(fields[time].is_f64(), "{time} in {fields}");
         }
     }
     let info = logs("info").await;
     assert!(!info.contains("id-of-it"), "{info}");
+}
+
+/// Whoever reaches the registration port says nonsense as often as they like.
+#[tokio::test]
+async fn strangers_at_the_registration_port_do_not_fill_the_log() {
+    const COUNT: usize = 200;
+    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let zmq = port.local_addr().expect("an address");
+    drop(port);
+    let child = command()
+        .args(["serve", "--listen", "127.0.0.1:0", "--log-format", "json"])
+        .args([
+            "--connector",
+            "moriio-read",
+            "--zmq-listen",
+            &zmq.to_string(),
+        ])
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the executable starts");
+    let mut child = Started(Some(child));
+    let mut log = BufReader::new(child.child().stderr.take().expect("piped"));
+    let mut text = String::new();
+    let address: SocketAddr = loop {
+        let mut line = String::new();
+        assert_ne!(log.read_line(&mut line).expect("a log line"), 0, "{text}");
+        let fields: serde_json::Value = serde_json::from_str(&line).expect("JSON");
+        text.push_str(&line);
+        let fields = &fields["fields"];
+        if fields["message"] == "serving" {
+            let listen = fields["listen"].as_str().expect("an address");
+            break listen.parse().expect("an address");
+        }
+    };
+    for _ in 0..COUNT {
+        use std::io::Write;
+        let mut stream = std::net::TcpStream::connect(zmq).expect("the proxy accepts");
+        stream.write_all(&[b'x'; 80]).expect("the proxy reads");
+        // Until it is closed, and so counted.
+        let mut scrap = [0; 128];
+        while stream.read(&mut scrap).is_ok_and(|count| count > 0) {}
+    }
+    let line = "hetero_kv_proxy_zmq_frames_total{outcome=\"handshake\"}";
+    let start = Instant::now();
+    loop {
+        let mut client = Client::connect(address).await;
+        client.get("/metrics").await;
+        let metrics = client.reply().await.text();
+        if metrics.contains(&format!("{line} {COUNT}\n")) {
+            break;
+        }
+        assert!(start.elapsed() < Duration::from_secs(5), "{metrics}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    signal(child.child(), Signal::TERM);
+    assert_eq!(exit_code(child.into_child()).await, Some(0));
+    log.read_to_string(&mut text).expect("UTF-8");
+    let warned = text
+        .lines()
+        .filter(|line| line.contains("ZeroMQ connection closed"));
+    let warned = warned.count();
+    assert!((1..=8).contains(&warned), "{warned} lines: {text}");
 }
 
 #[tokio::test]

@@ -21,6 +21,8 @@ pub(crate) enum Script {
     /// As `Prefill`, but its answer leaves the engine this much after the blocks were pinned, also
     /// when nobody waits any more.
     PinThen(Duration),
+    /// `Prefill` for a leg that asks it to keep blocks, else `Decode`.
+    Both,
     /// Decode: frees the blocks of the request's params, answers with one JSON object.
     Decode,
     /// Decode: frees, then these chunks with a pause before each, then the end.
@@ -464,6 +466,12 @@ async fn perform(
         sleep(pause).await;
         script = *then;
     }
+    if matches!(script, Script::Both) {
+        script = match params["do_remote_decode"] == json!(true) {
+            true => Script::Prefill,
+            false => Script::Decode,
+        };
+    }
     let free = || {
         if let Some(id) = params["transfer_id"].as_str() {
             blocks.lock().expect("blocks").remove(id);
@@ -579,7 +587,7 @@ async fn perform(
             stream.set_zero_linger().expect("linger");
             return false;
         }
-        Script::After(..) => unreachable!("unwrapped above"),
+        Script::After(..) | Script::Both => unreachable!("unwrapped above"),
     };
     writer.write_all(answer.as_bytes()).await.is_ok()
 }

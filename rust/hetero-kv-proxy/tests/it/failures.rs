@@ -340,6 +340,10 @@ async fn no_prefill_engine_is_an_error_and_decode_alone_only_where_that_was_chos
         assert_eq!((reply.status, reply.error_code().as_str()), (status, code));
         if status == 503 {
             assert_eq!(reply.headers["retry-after"], "1");
+            // Where to look, on this port and on the other.
+            let text = reply.text();
+            let way = "GET /workers, here or on the listener of --admin-listen";
+            assert!(text.contains(way), "{text}");
         }
         assert_eq!(d.count(), 0);
         assert_eq!(metric(&proxy, fallbacks).await, 0.0);

@@ -42,6 +42,7 @@ mod streaming;
 mod together;
 mod trace_context;
 mod traces;
+mod twins;
 mod weights;
 mod workers;
 mod zmq;

@@ -2,6 +2,7 @@
 //! ROUTER, which never answers. What they say goes the way of a registration over HTTP.
 
 mod frame;
+mod lines;
 mod zmtp;
 
 use std::collections::HashMap;
@@ -11,8 +12,10 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use self::frame::{Announced, announced};
+use self::lines::Lines;
 use self::zmtp::{Fault, Limits, Peer};
 use super::body::{Told, refused};
 use super::{Facts, change};
@@ -40,6 +43,8 @@ struct Desk {
     ttl: Duration,
     /// The last refusal of each sender.
     refusals: Mutex<HashMap<String, String>>,
+    /// Lines that peers may still cause.
+    lines: Mutex<Lines>,
 }
 
 /// Why a frame registers nobody.
@@ -61,16 +66,17 @@ pub(crate) async fn run(app: Arc<App>, listener: TcpListener, ttl: Duration) {
         app,
         ttl,
         refusals: Mutex::default(),
+        lines: Mutex::default(),
     });
     let serve = |stream, from: SocketAddr| {
         let (desk, stop) = (Arc::clone(&desk), stop.clone());
-        async move { until_stopped(stop, desk.serve(stream, &from.to_string())).await }
+        async move { until_stopped(stop, desk.serve(stream, from)).await }
     };
     acceptor.run(serve, listener::log_failure).await;
 }
 
 impl Desk {
-    async fn serve(&self, stream: TcpStream, from: &str) {
+    async fn serve(&self, stream: TcpStream, from: SocketAddr) {
         let limits = Limits {
             frame_bytes_max: FRAME_BYTES_MAX,
             frames_max: FRAMES_MAX,
@@ -90,17 +96,25 @@ impl Desk {
         }
     }
 
-    fn ended(&self, from: &str, fault: &Fault, outcome: &'static str) {
+    fn ended(&self, from: SocketAddr, fault: &Fault, outcome: &'static str) {
         let outcome = match fault {
             Fault::Closed | Fault::Idle(_) => {
-                tracing::debug!(from, %fault, "ZeroMQ connection ended");
+                tracing::debug!(%from, %fault, "ZeroMQ connection ended");
                 return;
             }
             Fault::TooLarge(_) => "too_large",
             Fault::Slow(_) | Fault::Protocol(_) | Fault::Io(_) => outcome,
         };
         self.count(outcome);
-        tracing::warn!(from, %fault, "ZeroMQ connection closed");
+        if let Some(unlogged) = self.line(from) {
+            tracing::warn!(%from, %fault, unlogged, "ZeroMQ connection closed");
+        }
+    }
+
+    /// Whether a line about this peer is due, and how many were not since the last: whoever reaches
+    /// the port could fill the log.
+    fn line(&self, from: SocketAddr) -> Option<u64> {
+        lock(&self.lines).due(from.ip(), Instant::now())
     }
 
     fn count(&self, outcome: &'static str) {
@@ -108,18 +122,18 @@ impl Desk {
         frames.get_or_create(&OutcomeLabels { outcome }).inc();
     }
 
-    fn hear(&self, frames: &[Vec<u8>], from: &str) {
+    fn hear(&self, frames: &[Vec<u8>], from: SocketAddr) {
         let payload = match frames {
             [payload] => payload,
             [delimiter, payload] if delimiter.is_empty() => payload,
             _ => {
                 let text = format!("a message of {} frames; one registers", frames.len());
-                return self.refuse(from, &malformed(text));
+                return self.refuse(from, None, &malformed(text));
             }
         };
         let announced = match announced(payload) {
             Ok(announced) => announced,
-            Err(text) => return self.refuse(from, &malformed(text)),
+            Err(text) => return self.refuse(from, None, &malformed(text)),
         };
         let who = announced.url.clone();
         match self.register(announced) {
@@ -130,7 +144,7 @@ impl Desk {
                     false => "heartbeat",
                 });
             }
-            Err(refusal) => self.refuse(&who, &refusal),
+            Err(refusal) => self.refuse(from, Some(&who), &refusal),
         }
     }
 
@@ -156,21 +170,27 @@ impl Desk {
         })
     }
 
-    /// Counts a refusal, and logs it unless it is the sender's last one again.
-    fn refuse(&self, who: &str, refusal: &Refusal) {
+    /// Counts a refusal, and logs it unless it is the worker's last one again; without a worker, the
+    /// peer's.
+    fn refuse(&self, from: SocketAddr, worker: Option<&str>, refusal: &Refusal) {
         self.count(refusal.outcome);
+        // Another connection is another port.
+        let who = worker.map_or_else(|| from.ip().to_string(), str::to_owned);
         let mut refusals = lock(&self.refusals);
-        let again = refusals.get(who).is_some_and(|last| *last == refusal.text);
+        let again = refusals.get(&who).is_some_and(|last| *last == refusal.text);
         if again {
             return;
         }
+        let Some(unlogged) = self.line(from) else {
+            return;
+        };
         if refusals.len() >= REFUSALS_MAX {
             refusals.clear();
         }
-        refusals.insert(who.to_owned(), refusal.text.clone());
+        refusals.insert(who.clone(), refusal.text.clone());
         drop(refusals);
         let reason = &*refusal.text;
-        tracing::warn!(worker = who, reason, "registration over ZeroMQ refused");
+        tracing::warn!(worker = who, %from, reason, unlogged, "registration over ZeroMQ refused");
     }
 }
 
