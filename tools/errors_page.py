@@ -109,6 +109,8 @@ CODES: dict[str, tuple[str, dict[str, str]]] = {
             "engine: spread them.",
             "already_connected": "Nothing to do: an address of decode's setting `connect` leads to "
             "an engine that is connected under another name of its host.",
+            "unauthenticated": "Give every engine the same `control_key_file`, or none; the reason "
+            "says which side has no key, or that the keys differ (docs/session-protocol.md, Keys).",
             "protocol": "Something else dials the control port, or versions are mixed: see the "
             "reason in the log.",
             "unknown": "The other side is newer and refuses for a reason of its own: see its log.",

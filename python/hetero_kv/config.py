@@ -284,6 +284,16 @@ SETTINGS: tuple[Setting, ...] = (
         65_536,
     ),
     Setting(
+        "control_key_file",
+        "path",
+        "",
+        "File of keys that engines share: one a line, of 16 to 512 visible characters, lines that "
+        "begin with `#` left out. Prefill and decode then prove to each other that they have one "
+        "before anything is claimed or read (not by `mori`), and refuse a peer without. The first "
+        "key proves, each is taken (docs/session-protocol.md, Keys). It encrypts nothing. "
+        "Empty: nobody is asked, and a peer that asks is refused.",
+    ),
+    Setting(
         "register_url",
         "url",
         "",

@@ -18,13 +18,15 @@ MODEL = Model(kv_heads=4)
 class Pair:
     """One prefill and one decode engine of one rank each."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, p_settings: dict[str, Any] | None = None, d_settings: dict[str, Any] | None = None
+    ) -> None:
         self.p_memory = RankMemory.allocate(MODEL, PLAIN, Place())
         self.d_memory = RankMemory.allocate(MODEL, PADDED, Place())
         self.p_memory.fill_all(1)
         self.d_memory.fill_all(2)
-        self.p_worker, self.p = _start("p", self.p_memory, producer=True)
-        self.d_worker, self.d = _start("d", self.d_memory, producer=False)
+        self.p_worker, self.p = _start("p", self.p_memory, p_settings, producer=True)
+        self.d_worker, self.d = _start("d", self.d_memory, d_settings, producer=False)
         self._count = 0
 
     def prefill_with(self, request_id: str) -> tuple[str | None, str | None]:
@@ -88,9 +90,9 @@ def one_load() -> None:
 
 
 def _start(
-    name: str, memory: RankMemory, *, producer: bool
+    name: str, memory: RankMemory, given: dict[str, Any] | None, *, producer: bool
 ) -> tuple[_core.Worker, _core.Scheduler]:
-    settings = Settings(FAST).for_core("127.0.0.1")
+    settings = Settings({**FAST, **(given or {})}).for_core("127.0.0.1")
     engine = {
         "engine_id": name,
         "dp_rank": 0,

@@ -214,4 +214,5 @@ def test_the_two_urls_come_together() -> None:
 
 @pytest.mark.parametrize("path", [1, None, "a\0b", "x" * 5000])
 def test_what_is_no_path(path: Any) -> None:
-    assert faults(register_key_file=path)[0].startswith("register_key_file: must be the path")
+    for name in ("register_key_file", "control_key_file"):
+        assert faults(**{name: path})[0].startswith(f"{name}: must be the path")

@@ -5,6 +5,7 @@
 //! That is what lets the simulator drive whole clusters from one seed, and what makes the state
 //! machines testable by scripted traces.
 
+pub mod auth;
 pub mod consumer;
 pub mod digest;
 pub mod failure;

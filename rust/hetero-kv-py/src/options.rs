@@ -3,6 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use hetero_kv_core::auth::{Keys, SETTING};
 use hetero_kv_core::consumer::ConsumerOptions;
 use hetero_kv_core::ids::{DpRank, EngineId, Incarnation, PpRank, TpRank};
 use hetero_kv_core::layout::{CompatFields, KvHeads, field};
@@ -10,9 +11,10 @@ use hetero_kv_core::plan::{SourcePolicy, Striping};
 use hetero_kv_core::producer::LeaseTimes;
 use hetero_kv_core::wire::message::EngineIdentity;
 use hetero_kv_core::wire::params::PARAMS_VERSION;
+use hetero_kv_transport::keys;
 use hetero_kv_transport::net::listen::ListenAddress;
 use hetero_kv_transport::reader::{ReaderOptions, TransportChoice};
-use hetero_kv_transport::registration::{Key, RegistrationOptions};
+use hetero_kv_transport::registration::RegistrationOptions;
 use hetero_kv_transport::scheduler::Roles;
 use hetero_kv_transport::tcp::ServerOptions;
 use hetero_kv_transport::verbs::{DeviceChoice, VerbsOptions};
@@ -55,6 +57,8 @@ pub(crate) struct Settings {
     pub(crate) sources_max: u32,
     /// Addresses of prefill engines to pair with at start.
     pub(crate) connect: Vec<(String, u16)>,
+    /// Empty: peers prove nothing.
+    pub(crate) control_key_file: String,
 }
 
 /// An engine, from vLLM's configuration.
@@ -133,7 +137,10 @@ impl RegistrationStart {
             };
             tell("control", json!(control));
         }
-        let key = self.key_file.as_deref().map(Key::read).transpose();
+        let keys = self
+            .key_file
+            .as_deref()
+            .map(|path| keys::read(path.as_ref()));
         let interval = seconds(self.interval_s);
         let mut body = json!({
             "role": self.role,
@@ -175,7 +182,7 @@ impl RegistrationStart {
             body,
             proxy_url: self.proxy_url,
             interval,
-            key: key.map_err(|fault| format!("register_key_file: {fault}"))?,
+            keys: (keys.transpose()).map_err(|fault| format!("register_key_file: {fault}"))?,
         })
     }
 }
@@ -214,6 +221,18 @@ impl Settings {
             // The control listener and the ranks' data listeners share the range.
             ports_needed: 1 + engine.tp_size.saturating_mul(engine.pp_size),
         }
+    }
+
+    /// What peers prove to each other.
+    ///
+    /// # Errors
+    /// A sentence that names the setting, the file and what is wrong with it.
+    pub(crate) fn keys(&self) -> Result<Option<Keys>, String> {
+        let path = &self.control_key_file;
+        (!path.is_empty())
+            .then(|| keys::read(path.as_ref()))
+            .transpose()
+            .map_err(|fault| format!("{SETTING}: {fault}"))
     }
 
     pub(crate) fn leases(&self) -> LeaseTimes {
@@ -308,13 +327,17 @@ impl WorkerStart {
         }
     }
 
-    pub(crate) fn options(&self) -> WorkerOptions {
+    /// # Errors
+    /// A key file that cannot be used.
+    pub(crate) fn options(&self) -> Result<WorkerOptions, String> {
         let settings = &self.settings;
-        WorkerOptions {
+        let keys = settings.keys()?;
+        Ok(WorkerOptions {
             roles: self.engine.roles(),
             server: ServerOptions {
                 address: settings.address(&self.engine),
                 connections_max: settings.readers_max as usize,
+                keys: keys.clone(),
                 ..ServerOptions::default()
             },
             reader: ReaderOptions {
@@ -327,6 +350,7 @@ impl WorkerStart {
                 },
                 quiesce_timeout: seconds(settings.quiesce_timeout_s),
                 sessions_max: settings.sources_max as usize,
+                keys,
                 ..ReaderOptions::default()
             },
             allow_ptracer: settings.allow_ptracer,
@@ -337,6 +361,6 @@ impl WorkerStart {
             mori: None,
             block_size: self.engine.block_size,
             striping: settings.striping(),
-        }
+        })
     }
 }

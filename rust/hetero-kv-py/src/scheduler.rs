@@ -43,6 +43,7 @@ impl Scheduler {
         let identity = start.engine.identity(incarnation);
         let (fields, host) = (start.fields.clone(), start.settings.host.clone());
         let block_size = start.engine.block_size;
+        let keys = (start.settings.keys()).map_err(|e| error::value("scheduler options", e))?;
         let options = SchedulerOptions {
             identity: identity.clone(),
             fields: start.fields,
@@ -54,6 +55,7 @@ impl Scheduler {
             leases: start.settings.leases(),
             lease_slots: start.settings.lease_slots,
             consumer: start.settings.consumer(start.engine.block_size),
+            keys,
         };
         let side = py
             .detach(|| SchedulerSide::start(options))

@@ -41,7 +41,9 @@ impl Worker {
             serde_json::from_str(cache_json).map_err(|e| error::value("KV cache", e))?;
         let options = WorkerOptions {
             mori: mori.map(crate::mori::library),
-            ..start.options()
+            ..start
+                .options()
+                .map_err(|e| error::value("worker options", e))?
         };
         let side = py.detach(|| {
             // SAFETY: `hetero_kv.worker.WorkerConnector` builds the regions from the storages of

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use hetero_kv_core::auth::Nonce;
 use hetero_kv_core::consumer::{Consumer, ConsumerOutput, PeerAddress};
 use hetero_kv_core::failure::FailureReason;
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, Incarnation, LeaseRef, TransferId};
@@ -161,10 +162,10 @@ impl DecodeHost {
         })
     }
 
-    pub(crate) fn connected(&mut self, now: Time, peer: PeerId) {
+    pub(crate) fn connected(&mut self, now: Time, peer: PeerId, nonce: Nonce) {
         let now = self.clock.local(now);
         if let Some(engine) = &mut self.engine {
-            engine.consumer.handle_dialed(now, peer);
+            engine.consumer.handle_dialed(now, peer, nonce);
         }
     }
 
@@ -191,7 +192,9 @@ impl DecodeHost {
                 | Message::Release(_)
                 | Message::Ping
                 | Message::Pong
-                | Message::Bye => return,
+                | Message::Bye
+                | Message::Challenge(_)
+                | Message::Proof(_) => return,
             };
             engine.questions.insert(question, now);
         }
@@ -250,7 +253,8 @@ impl World {
                 fields(),
                 self.scenario.heads,
                 self.scenario.options,
-            ),
+            )
+            .with_keys(self.scenario.keys()),
             identity,
             ranks,
             pool: Pool::new(self.scenario.num_blocks),

@@ -75,6 +75,7 @@ impl World {
                 let which = (release.transfer_id, release.number.unwrap_or(0));
                 ledger.released(&who, which);
             }
+            Message::Proof(_) => book.count("handshakes with keys"),
             Message::Accept(_)
             | Message::Reject(_)
             | Message::Layout(_)
@@ -82,7 +83,8 @@ impl World {
             | Message::Gone(_)
             | Message::Ping
             | Message::Pong
-            | Message::Bye => {}
+            | Message::Bye
+            | Message::Challenge(_) => {}
         }
         self.collect_orders(p);
     }

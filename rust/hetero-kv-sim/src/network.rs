@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use hetero_kv_core::auth::{NONCE_BYTES, Nonce};
 use hetero_kv_core::consumer::{ConsumerOutput, PeerAddress};
 use hetero_kv_core::producer::{ConnectionId, ProducerOutput};
 use hetero_kv_core::step::PeerId;
@@ -162,7 +163,9 @@ impl World {
                 | Message::Gone(_)
                 | Message::Ping
                 | Message::Pong
-                | Message::Bye => false,
+                | Message::Bye
+                | Message::Challenge(_)
+                | Message::Proof(_) => false,
             };
             if repeatable && self.book.may(Fault::FrameTwice) && self.rng.permille(200) {
                 self.book.happened(Fault::FrameTwice);
@@ -335,8 +338,8 @@ impl World {
             latest: [self.now; 2],
         };
         self.links.insert(id, link);
-        self.prefill[p].connected(ConnectionId(id));
-        self.decode[d].connected(self.now, peer);
+        self.prefill[p].connected(ConnectionId(id), nonce(2 * id));
+        self.decode[d].connected(self.now, peer, nonce(2 * id + 1));
         self.book.count("connections");
     }
 
@@ -377,4 +380,11 @@ impl World {
             }
         }
     }
+}
+
+/// Never drawn twice, and no draw of the run's.
+fn nonce(number: u64) -> Nonce {
+    let mut bytes = [0; NONCE_BYTES];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    Nonce(bytes)
 }

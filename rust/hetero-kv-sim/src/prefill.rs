@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use hetero_kv_core::auth::Nonce;
 use hetero_kv_core::ids::{BlockId, DpRank, EngineId, Incarnation, LeaseRef, PpRank, TpRank};
 use hetero_kv_core::producer::{ConnectionId, Producer, ProducerOutput, ReleaseOrder};
 use hetero_kv_core::time::Time;
@@ -125,9 +126,9 @@ impl PrefillHost {
             .or_else(|| engine.producer.poll_output())
     }
 
-    pub(crate) fn connected(&mut self, connection: ConnectionId) {
+    pub(crate) fn connected(&mut self, connection: ConnectionId, nonce: Nonce) {
         if let Some(engine) = &mut self.engine {
-            engine.producer.handle_connected(connection);
+            engine.producer.handle_connected(connection, nonce);
         }
     }
 
@@ -205,7 +206,8 @@ impl World {
             .trace(|| format!("prefill {p} starts, {shape:?}, incarnation {incarnation}"));
         self.prefill[p].vanished = false;
         self.prefill[p].engine = Some(PrefillEngine {
-            producer: Producer::new(identity.clone(), fields(), cards, times, slots),
+            producer: Producer::new(identity.clone(), fields(), cards, times, slots)
+                .with_keys(self.scenario.keys()),
             ledger: Ledger::new(times),
             identity,
             ranks,

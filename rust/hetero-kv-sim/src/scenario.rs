@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::consumer::ConsumerOptions;
 use hetero_kv_core::layout::KvHeads;
 use hetero_kv_core::producer::LeaseTimes;
@@ -77,6 +78,8 @@ pub struct Scenario {
     pub times: LeaseTimes,
     /// Times and rules of the consumer.
     pub options: ConsumerOptions,
+    /// Whether engines prove a shared key in each handshake.
+    pub keyed: bool,
     /// Trouble that may come.
     pub faults: BTreeSet<Fault>,
     /// From here on nothing new goes wrong, and clients send nothing more.
@@ -164,10 +167,21 @@ impl Scenario {
                     SourcePolicy::RoundRobin,
                 ]),
             },
+            // Seeds below 65,536, of which the corpus and the mutants' are, keep what they stand for.
+            keyed: (seed >> 16) % 2 == 1,
             faults,
             trouble_until,
             settled_by: trouble_until + Duration::from_secs(60),
         }
+    }
+}
+
+impl Scenario {
+    /// The keys of every engine.
+    pub(crate) fn keys(&self) -> Option<Keys> {
+        self.keyed
+            .then(|| Keys::parse(b"key-of-the-simulation\n").ok())
+            .flatten()
     }
 }
 

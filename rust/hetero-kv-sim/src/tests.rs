@@ -2,6 +2,8 @@ use super::*;
 
 /// Fresh seeds of one test run.
 const FRESH_SEEDS: u64 = 300;
+/// The first of 65,536 seeds with keys.
+const KEYED_SEEDS: u64 = 1 << 16;
 
 fn holds(seed: u64, profile: Option<Profile>) -> Coverage {
     let Run {
@@ -45,8 +47,10 @@ fn fresh_seeds_hold_and_every_kind_of_trouble_comes() {
         });
     println!("seeds from {base}");
     let mut coverage = Coverage::default();
-    for seed in base..base + FRESH_SEEDS {
-        coverage.add(&holds(seed, None));
+    for seed in base..base + FRESH_SEEDS / 2 {
+        for seed in [seed, seed ^ KEYED_SEEDS] {
+            coverage.add(&holds(seed, None));
+        }
     }
     assert_eq!(
         coverage.missing(),
@@ -57,6 +61,7 @@ fn fresh_seeds_hold_and_every_kind_of_trouble_comes() {
         "reads of several sources",
         "reads posted again",
         "legs by another name of the host",
+        "handshakes with keys",
     ] {
         assert!(coverage.events.contains_key(event), "no {event}");
     }
@@ -70,9 +75,11 @@ fn fresh_seeds_hold_and_every_kind_of_trouble_comes() {
 
 #[test]
 fn without_trouble_every_request_is_answered_from_moved_kv() {
-    for seed in 0..60 {
+    for seed in (0..60).chain(KEYED_SEEDS..KEYED_SEEDS + 60) {
         let run = run(seed, Some(Profile::Calm), false);
         assert_eq!(run.violation, None, "seed {seed}");
+        let keyed = run.coverage.events.contains_key("handshakes with keys");
+        assert_eq!(keyed, seed >= KEYED_SEEDS, "seed {seed}");
         assert!(run.coverage.failures.is_empty(), "seed {seed}");
         let moved = run.coverage.outcomes.get(&Outcome::Answered).copied();
         assert!(moved.unwrap_or(0) > 0, "seed {seed}: nothing was moved");

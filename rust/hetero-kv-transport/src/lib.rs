@@ -19,6 +19,7 @@ pub mod clock;
 pub mod control;
 pub mod error;
 mod fence;
+pub mod keys;
 pub mod lease_page;
 pub mod memory;
 pub mod mori;

@@ -17,6 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::ids::LeaseRef;
 use hetero_kv_core::memory::Run;
 use hetero_kv_core::plan::{PlannedRead, Route};
@@ -45,6 +46,8 @@ pub struct ReaderOptions {
     pub verbs: Option<Arc<verbs::Node>>,
     /// The MoRI-IO engine, for [`TransportChoice::Mori`].
     pub mori: Option<Arc<MoriTransport>>,
+    /// What holders have to prove, and this reader to them, over `tcp` and for `verbs`.
+    pub keys: Option<Keys>,
     /// Longest time to reach a source.
     pub connect_timeout: Duration,
     /// Time in which a stopped job has to be quiescent; later it counts as unquiesced, is logged
@@ -64,6 +67,7 @@ impl Default for ReaderOptions {
             choice: TransportChoice::Auto,
             verbs: None,
             mori: None,
+            keys: None,
             connect_timeout: Duration::from_secs(5),
             quiesce_timeout: Duration::from_secs(10),
             session_idle_timeout: Duration::from_secs(600),

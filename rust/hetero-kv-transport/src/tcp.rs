@@ -9,12 +9,14 @@
 pub(crate) mod attach;
 mod connection;
 mod framing;
+mod prove;
 mod serve;
 mod server;
 pub(crate) mod socket;
 
 use std::sync::Arc;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::Endpoints;
 use hetero_kv_core::wire::data::{FETCH_BYTES_MAX, FETCH_RUNS_MAX};
@@ -31,8 +33,17 @@ use crate::transport::{Capabilities, Connection, Interrupt, Source, Transport, T
 const FETCHES_IN_FLIGHT_MAX: usize = 4;
 
 /// Fetches over one TCP connection per source rank.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct TcpTransport;
+#[derive(Clone, Debug, Default)]
+pub struct TcpTransport {
+    keys: Option<Keys>,
+}
+
+impl TcpTransport {
+    /// Reads only from holders that prove one of these keys.
+    pub fn new(keys: Option<Keys>) -> Self {
+        Self { keys }
+    }
+}
 
 impl Transport for TcpTransport {
     fn name(&self) -> TransportName {
@@ -66,7 +77,14 @@ impl Transport for TcpTransport {
                 "the source does not offer tcp",
             )
         })?;
-        let attached = attach::reach(&endpoint.host, endpoint.port, source, deadline, interrupt)?;
+        let attached = attach::reach(
+            &endpoint.host,
+            endpoint.port,
+            source,
+            deadline,
+            self.keys.as_ref(),
+            interrupt,
+        )?;
         Ok(Box::new(TcpConnection::new(
             attached,
             source.regions.clone(),

@@ -39,6 +39,7 @@ mod work;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::card::{Endpoints, VerbsEndpoint};
 use hetero_kv_core::wire::data::{QueuePairEnd, QueuePairEnds, VerbsRefused};
@@ -77,12 +78,14 @@ pub fn probe(choice: &DeviceChoice, advertised: Option<IpAddr>) -> Result<String
 #[derive(Clone, Debug)]
 pub struct VerbsTransport {
     node: Arc<Node>,
+    keys: Option<Keys>,
 }
 
 impl VerbsTransport {
-    /// Reads into the memory that `node` has registered.
-    pub fn new(node: Arc<Node>) -> Self {
-        Self { node }
+    /// Reads into the memory that `node` has registered; with keys only from holders that prove one
+    /// of them.
+    pub fn new(node: Arc<Node>, keys: Option<Keys>) -> Self {
+        Self { node, keys }
     }
 }
 
@@ -144,7 +147,14 @@ impl Transport for VerbsTransport {
                 ),
             ));
         }
-        let stream = attach::reach(&endpoint.host, endpoint.port, source, deadline, interrupt)?;
+        let stream = attach::reach(
+            &endpoint.host,
+            endpoint.port,
+            source,
+            deadline,
+            self.keys.as_ref(),
+            interrupt,
+        )?;
         let mut connection =
             connect_queue_pairs(&self.node, endpoint, source, stream, deadline, interrupt)?;
         connection.probe(deadline, interrupt).map_err(not_open)?;

@@ -11,6 +11,7 @@
 
 mod claims;
 mod connect;
+mod greeting;
 mod health;
 mod hooks;
 mod loads;
@@ -27,6 +28,7 @@ pub use peer::PeerAddress;
 use peer::{Peer, PeerState};
 use transfer::{Claiming, Phase, Request, Transfer};
 
+use crate::auth::Keys;
 use crate::failure::{Failure, FailureReason};
 use crate::ids::TransferId;
 use crate::layout::{CompatFields, KvHeads};
@@ -127,6 +129,7 @@ pub struct Note {
 pub struct Consumer {
     identity: EngineIdentity,
     fields: CompatFields,
+    keys: Option<Keys>,
     heads: KvHeads,
     options: ConsumerOptions,
     peers: BTreeMap<PeerId, Peer>,
@@ -153,6 +156,7 @@ impl Consumer {
         Self {
             identity,
             fields,
+            keys: None,
             heads,
             options,
             peers: BTreeMap::new(),
@@ -167,6 +171,13 @@ impl Consumer {
             counts: ConsumerCounts::default(),
             notes: Vec::new(),
         }
+    }
+
+    /// Pairs only with engines that prove one of these keys.
+    #[must_use]
+    pub fn with_keys(mut self, keys: Option<Keys>) -> Self {
+        self.keys = keys;
+        self
     }
 
     /// Deadlines, renewals, heartbeats, settlements.

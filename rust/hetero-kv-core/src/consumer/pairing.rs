@@ -1,7 +1,9 @@
 //! The control plane: dialling, greeting and pairing with prefill engines, and losing them.
 
+use super::greeting::Greeting;
 use super::peer::{Peer, PeerAddress, PeerState, Resuming, check_layout, refusal};
 use super::{BACKOFF_MAX, Consumer, ConsumerOutput, PEERS_MAX, REFUSAL_KEPT, RESUME_MAX};
+use crate::auth::Nonce;
 use crate::failure::{Failure, FailureReason};
 use crate::ids::TransferId;
 use crate::step::PeerId;
@@ -18,8 +20,9 @@ impl Consumer {
     }
 
     /// The connection asked for by [`ConsumerOutput::Dial`] stands. After a
-    /// [`ConsumerOutput::Close`] nothing of that connection may come any more.
-    pub fn handle_dialed(&mut self, now: Time, peer_id: PeerId) {
+    /// [`ConsumerOutput::Close`] nothing of that connection may come any more. The nonce is for this
+    /// connection alone.
+    pub fn handle_dialed(&mut self, now: Time, peer_id: PeerId, nonce: Nonce) {
         let Some(peer) = self.peers.get_mut(&peer_id) else {
             self.outputs.push_back(ConsumerOutput::Close(peer_id));
             return;
@@ -43,7 +46,9 @@ impl Consumer {
             expect_incarnation: peer.address.incarnation,
             any_engine: peer.scout,
             compat_digest: self.fields.digest().to_vec(),
+            nonce: self.keys.is_some().then(|| nonce.0.to_vec()),
         };
+        peer.greeting = (self.keys.is_some()).then(|| Greeting::new(hello.clone(), nonce));
         self.send(peer_id, Message::Hello(Box::new(hello)));
     }
 
@@ -76,6 +81,12 @@ impl Consumer {
             return;
         }
         peer.hear(now);
+        if matches!(peer.state, PeerState::Greeting) && self.is_about_keys(now, peer_id, &message) {
+            return;
+        }
+        let Some(peer) = self.peers.get(&peer_id) else {
+            return;
+        };
         if let (true, PeerState::Greeting, Message::Accept(accept)) =
             (peer.scout, &peer.state, &message)
             && !self.found(now, peer_id, &accept.from)
@@ -169,7 +180,9 @@ impl Consumer {
                 | Message::Gone(_)
                 | Message::Renew(_)
                 | Message::Ack(_)
-                | Message::Release(_),
+                | Message::Release(_)
+                | Message::Challenge(_)
+                | Message::Proof(_),
             ) => {
                 let failure = Failure::new(
                     FailureReason::PairRefused,

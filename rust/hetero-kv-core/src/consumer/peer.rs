@@ -13,7 +13,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ConsumerOptions;
+use super::greeting::Greeting;
 use super::health::Health;
+use crate::auth::SETTING;
 use crate::failure::{Failure, FailureReason};
 use crate::ids::{EngineId, Incarnation, PpRank, TpRank};
 use crate::layout::{CompatFields, KvHeads, LayerCache, TP_SIZE_MAX, one_divides_other};
@@ -52,6 +54,8 @@ pub(super) struct Peer {
     pub(super) scout: bool,
     /// Whether the present connection was greeted by a scout, which takes any engine.
     pub(super) greeted_as_scout: bool,
+    /// Of the present connection, where this side has keys: what the peer has to prove.
+    pub(super) greeting: Option<Greeting>,
     pub(super) state: PeerState,
     /// When the present state was entered.
     pub(super) since: Time,
@@ -90,6 +94,7 @@ impl Peer {
             address,
             scout: false,
             greeted_as_scout: false,
+            greeting: None,
             state: PeerState::Idle,
             since: now,
             heard_at: now,
@@ -189,6 +194,7 @@ pub(super) fn refusal(ours: &CompatFields, reject: &Reject) -> Failure {
         RejectCode::WrongEngine => "remote_engine_id",
         RejectCode::WrongIncarnation => "remote_incarnation",
         RejectCode::NotProducer => "kv_role",
+        RejectCode::Unauthenticated => SETTING,
         RejectCode::Incompatible
         | RejectCode::AlreadyConnected
         | RejectCode::TooManyPeers

@@ -5,22 +5,14 @@ use super::{ConsumerKey, Peer, Producer, State};
 use crate::ids::TransferId;
 use crate::layout::TP_SIZE_MAX;
 use crate::time::Time;
-use crate::wire::WIRE_VERSION;
 use crate::wire::message::{
-    Accept, Ack, Claim, GoneReason, Granted, Hello, Message, RejectCode, Release, Renew,
+    Ack, Claim, GoneReason, Granted, Hello, Message, RejectCode, Release, Renew,
 };
 
 impl Producer {
-    pub(super) fn handle_hello(&mut self, connection: ConnectionId, hello: &Hello) {
-        let refusal = if !(hello.versions.0..=hello.versions.1).contains(&WIRE_VERSION) {
-            Some((
-                RejectCode::Version,
-                format!(
-                    "wire version: this engine speaks {WIRE_VERSION}, the peer speaks {} to {}",
-                    hello.versions.0, hello.versions.1
-                ),
-            ))
-        } else if !(1..=TP_SIZE_MAX).contains(&hello.from.tp_size)
+    /// Whether who greets us is an engine to pair with; refuses it by what is not right.
+    pub(super) fn is_welcome(&mut self, connection: ConnectionId, hello: &Hello) -> bool {
+        let refusal = if !(1..=TP_SIZE_MAX).contains(&hello.from.tp_size)
             || !(1..=TP_SIZE_MAX).contains(&hello.from.pp_size)
         {
             // Acknowledgements are counted up to the product of the two.
@@ -60,30 +52,22 @@ impl Producer {
             self.counts.rejected_peers += 1;
             let fields = self.fields.clone();
             self.reject(connection, RejectCode::Incompatible, reason, Some(fields));
-            return;
+            return false;
         } else {
             None
         };
         if let Some((code, reason)) = refusal {
-            if code != RejectCode::AlreadyConnected {
-                self.counts.rejected_peers += 1;
-            }
-            self.reject(connection, code, reason, None);
-            return;
+            self.refuse(connection, code, reason);
+            return false;
         }
-        let key = (hello.from.engine.clone(), hello.from.incarnation);
-        self.peers.insert(
-            connection,
-            Peer::Known {
-                key,
-                ranks: (hello.from.tp_size, hello.from.pp_size),
-            },
-        );
-        let accept = Accept {
-            version: WIRE_VERSION,
-            from: self.identity.clone(),
-        };
-        self.send(connection, Message::Accept(accept));
+        true
+    }
+
+    pub(super) fn refuse(&mut self, connection: ConnectionId, code: RejectCode, reason: String) {
+        if code != RejectCode::AlreadyConnected {
+            self.counts.rejected_peers += 1;
+        }
+        self.reject(connection, code, reason, None);
     }
 
     fn is_connected_to(&self, hello: &Hello) -> bool {
@@ -91,7 +75,7 @@ impl Producer {
             Peer::Known { key, .. } => {
                 (&key.0, key.1) == (&hello.from.engine, hello.from.incarnation)
             }
-            Peer::Anonymous => false,
+            Peer::Anonymous(_) | Peer::Challenged { .. } => false,
         })
     }
 

@@ -7,6 +7,7 @@
 //! the lease pages.
 
 mod answers;
+mod greeting;
 mod lease;
 mod slots;
 
@@ -17,12 +18,13 @@ pub use lease::ConsumerKey;
 use lease::{Lease, State};
 use slots::Slots;
 
+use crate::auth::{Keys, Nonce};
 use crate::ids::{BlockId, LeaseRef, PromptDigest, TransferId};
 use crate::layout::CompatFields;
 use crate::time::Time;
 use crate::wire::card::WorkerCard;
 use crate::wire::message::{
-    EngineIdentity, Gone, GoneReason, Layout, Message, Reject, RejectCode, bounded_reason,
+    EngineIdentity, Gone, GoneReason, Hello, Layout, Message, Reject, RejectCode, bounded_reason,
 };
 
 /// Ended transfers remembered, so that a late claim hears `Expired` or `Released` and a second
@@ -121,8 +123,10 @@ pub enum ProducerOutput {
 
 #[derive(Clone, Debug)]
 enum Peer {
-    /// Connected; has not said who it is.
-    Anonymous,
+    /// Connected; has not said who it is. The nonce is for its challenge.
+    Anonymous(Nonce),
+    /// Has said who it is, and has to prove its key.
+    Challenged { hello: Box<Hello>, nonce: Nonce },
     /// Accepted.
     Known { key: ConsumerKey, ranks: (u32, u32) },
 }
@@ -132,6 +136,7 @@ enum Peer {
 pub struct Producer {
     identity: EngineIdentity,
     fields: CompatFields,
+    keys: Option<Keys>,
     workers: Vec<WorkerCard>,
     times: LeaseTimes,
     leases: BTreeMap<TransferId, Lease>,
@@ -157,6 +162,7 @@ impl Producer {
         Self {
             identity,
             fields,
+            keys: None,
             workers,
             times,
             leases: BTreeMap::new(),
@@ -169,6 +175,13 @@ impl Producer {
             outputs: VecDeque::new(),
             counts: ProducerCounts::default(),
         }
+    }
+
+    /// Takes only consumers that prove one of these keys.
+    #[must_use]
+    pub fn with_keys(mut self, keys: Option<Keys>) -> Self {
+        self.keys = keys;
+        self
     }
 
     /// Takes the blocks of a finished prefill under a lease.
@@ -207,9 +220,9 @@ impl Producer {
         Ok(fence)
     }
 
-    /// A consumer has connected.
-    pub fn handle_connected(&mut self, connection: ConnectionId) {
-        self.peers.insert(connection, Peer::Anonymous);
+    /// A consumer has connected. The nonce is for this connection alone.
+    pub fn handle_connected(&mut self, connection: ConnectionId, nonce: Nonce) {
+        self.peers.insert(connection, Peer::Anonymous(nonce));
     }
 
     /// A connection is gone. Its leases stay until their time: the consumer may come back.
@@ -223,7 +236,12 @@ impl Producer {
             return;
         };
         match (peer, message) {
-            (Peer::Anonymous, Message::Hello(hello)) => self.handle_hello(connection, &hello),
+            (Peer::Anonymous(nonce), Message::Hello(hello)) => {
+                self.handle_hello(connection, nonce, hello);
+            }
+            (Peer::Challenged { hello, nonce }, Message::Proof(proof)) => {
+                self.handle_proof(connection, &hello, nonce, &proof);
+            }
             (Peer::Known { .. }, Message::Layout(_)) => {
                 let layout = Layout {
                     from: self.identity.clone(),
@@ -254,10 +272,14 @@ impl Producer {
                 | Message::Accept(_)
                 | Message::Reject(_)
                 | Message::Granted(_)
-                | Message::Gone(_),
+                | Message::Gone(_)
+                | Message::Challenge(_)
+                | Message::Proof(_),
             )
+            | (Peer::Challenged { .. }, Message::Hello(_))
+            | (Peer::Anonymous(_), Message::Proof(_))
             | (
-                Peer::Anonymous,
+                Peer::Anonymous(_) | Peer::Challenged { .. },
                 Message::Accept(_)
                 | Message::Reject(_)
                 | Message::Layout(_)
@@ -266,7 +288,8 @@ impl Producer {
                 | Message::Gone(_)
                 | Message::Renew(_)
                 | Message::Ack(_)
-                | Message::Release(_),
+                | Message::Release(_)
+                | Message::Challenge(_),
             ) => self.reject(
                 connection,
                 RejectCode::Protocol,

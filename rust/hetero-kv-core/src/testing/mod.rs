@@ -12,6 +12,7 @@ pub(crate) use network::{Direction, Fate};
 pub(crate) use pair::{CONTROL_PORT, Pair};
 pub(crate) use workers::Workers;
 
+use crate::auth::{NONCE_BYTES, Nonce};
 use crate::consumer::ConsumerOptions;
 use crate::digest::PromptHasher;
 use crate::ids::{DpRank, EngineId, Incarnation, PpRank, PromptDigest, TpRank, TransferId};
@@ -24,6 +25,9 @@ use crate::wire::card::{Endpoints, TcpEndpoint, WorkerCard};
 use crate::wire::message::EngineIdentity;
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
+
+/// For connections of machines without keys, which use none.
+pub(crate) const NONCE: Nonce = Nonce([0; NONCE_BYTES]);
 
 pub(crate) const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)

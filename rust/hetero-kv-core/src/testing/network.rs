@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::Pair;
+use super::{NONCE, Pair};
 use crate::consumer::ConsumerOutput;
 use crate::producer::{ConnectionId, ProducerOutput};
 use crate::step::PeerId;
@@ -227,8 +227,8 @@ impl Pair {
             open_at_producer: true,
             latest: [self.now; 2],
         });
-        self.producers[producer].handle_connected(connection);
-        self.consumers[consumer].handle_dialed(self.now, peer);
+        self.producers[producer].handle_connected(connection, NONCE);
+        self.consumers[consumer].handle_dialed(self.now, peer, NONCE);
     }
 
     fn arrived(&mut self, link: usize, direction: Direction, frame: &[u8]) {

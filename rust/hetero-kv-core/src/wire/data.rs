@@ -4,6 +4,9 @@
 //! reader                     holder
 //! Attach                ->
 //!                       <-   Attached | AttachRefused (and the connection ends)
+//!                            | AttachChallenge, where keys are set
+//! AttachProof           ->
+//!                       <-   Attached | AttachRefused
 //! Fetch (several ahead) ->
 //!                       <-   FetchData, then exactly `bytes` raw bytes   (only of a living lease)
 //!                       <-   FetchEnd
@@ -51,6 +54,9 @@ pub struct Attach {
     pub tp_rank: TpRank,
     /// Pipeline rank.
     pub pp_rank: PpRank,
+    /// Of a reader with a key, as in [`super::message::Hello`].
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub nonce: Option<Vec<u8>>,
 }
 
 /// The holder takes the connection.
@@ -58,6 +64,9 @@ pub struct Attach {
 pub struct Attached {
     /// Lengths in bytes of the holder's regions, in order.
     pub region_bytes: Vec<u64>,
+    /// The holder's proof, after that of the reader; see [`crate::auth`].
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub proof: Option<Vec<u8>>,
 }
 
 /// Why a holder refuses a connection.
@@ -74,6 +83,11 @@ pub enum AttachRefusal {
     NotReady,
     /// The holder serves as many connections as it may.
     Busy,
+    /// One side has keys and the other none, or the proof is by no key of the other side.
+    Unauthenticated,
+    /// A code of a later version.
+    #[serde(other)]
+    Unknown,
 }
 
 /// The holder refuses the connection and closes it.

@@ -3,7 +3,8 @@
 //! D's scheduler process dials P's control listener, once per engine pair:
 //!
 //! ```text
-//! D: Hello ->            <- P: Accept | Reject
+//! D: Hello ->            <- P: Accept | Reject | Challenge, where keys are set
+//! D: Proof ->            <- P: Accept | Reject
 //! D: Layout ->           <- P: Layout
 //! D: Claim ->            <- P: Granted | Gone
 //! D: Renew ->            <- P: Granted | Gone
@@ -78,6 +79,26 @@ pub struct Hello {
     /// Digest of the dialer's [`CompatFields`].
     #[serde(with = "serde_bytes")]
     pub compat_digest: Vec<u8>,
+    /// Of a dialer with a key: it asks for a challenge and for the listener's proof. Bytes as
+    /// [`crate::auth::NONCE_BYTES`] says.
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub nonce: Option<Vec<u8>>,
+}
+
+/// The listener has keys as well, and asks for a proof.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Challenge {
+    /// The listener's, as in [`Hello`].
+    #[serde(with = "serde_bytes")]
+    pub nonce: Vec<u8>,
+}
+
+/// The dialer's proof, see [`crate::auth`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proof {
+    /// [`crate::auth::PROOF_BYTES`] bytes.
+    #[serde(with = "serde_bytes")]
+    pub proof: Vec<u8>,
 }
 
 /// The listener takes the pair.
@@ -87,6 +108,9 @@ pub struct Accept {
     pub version: u8,
     /// The listener.
     pub from: EngineIdentity,
+    /// The listener's proof, after that of the dialer; see [`crate::auth`].
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub proof: Option<Vec<u8>>,
 }
 
 /// Why a pair or a connection is refused; branched on, so it is a closed set.
@@ -107,6 +131,8 @@ pub enum RejectCode {
     TooManyPeers,
     /// The dialer takes any engine here, and is connected to this one already.
     AlreadyConnected,
+    /// One side has keys and the other none, or the proof is by no key of the other side.
+    Unauthenticated,
     /// A frame that does not belong here.
     Protocol,
     /// A code of a later version.
@@ -259,6 +285,10 @@ pub enum Message {
     Pong,
     /// This connection is closed on purpose.
     Bye,
+    /// See [`Challenge`].
+    Challenge(Challenge),
+    /// See [`Proof`].
+    Proof(Proof),
 }
 
 /// Why a frame is no control message.
@@ -292,6 +322,8 @@ impl Message {
             Self::Ping => Kind::Ping,
             Self::Pong => Kind::Pong,
             Self::Bye => Kind::Bye,
+            Self::Challenge(_) => Kind::Challenge,
+            Self::Proof(_) => Kind::Proof,
         }
     }
 
@@ -310,6 +342,8 @@ impl Message {
             Self::Ack(m) => encode(kind, m),
             Self::Release(m) => encode(kind, m),
             Self::Ping | Self::Pong | Self::Bye => encode(kind, &Empty {}),
+            Self::Challenge(m) => encode(kind, m),
+            Self::Proof(m) => encode(kind, m),
         }
     }
 
@@ -329,6 +363,8 @@ impl Message {
             Kind::Ping => decode(kind, payload).map(|Empty {}| Self::Ping)?,
             Kind::Pong => decode(kind, payload).map(|Empty {}| Self::Pong)?,
             Kind::Bye => decode(kind, payload).map(|Empty {}| Self::Bye)?,
+            Kind::Challenge => Self::Challenge(decode(kind, payload)?),
+            Kind::Proof => Self::Proof(decode(kind, payload)?),
             Kind::Attach
             | Kind::Attached
             | Kind::Fetch
@@ -337,7 +373,9 @@ impl Message {
             | Kind::AttachRefused
             | Kind::VerbsConnect
             | Kind::VerbsConnected
-            | Kind::VerbsRefused => return Err(MessageError::DataPlane(kind)),
+            | Kind::VerbsRefused
+            | Kind::AttachChallenge
+            | Kind::AttachProof => return Err(MessageError::DataPlane(kind)),
             Kind::Offer | Kind::Destinations | Kind::Piece | Kind::PieceFailed | Kind::Quiesced => {
                 return Err(MessageError::PushMode(kind));
             }

@@ -77,6 +77,10 @@ kinds! {
     Pong = 12,
     /// The sender closes this connection on purpose.
     Bye = 13,
+    /// The listener asks the dialer to prove that it holds a key.
+    Challenge = 14,
+    /// The dialer's proof.
+    Proof = 15,
     /// A consumer rank opens a data connection to one source rank.
     Attach = 32,
     /// The source rank takes it.
@@ -95,6 +99,10 @@ kinds! {
     VerbsConnected = 39,
     /// The source rank makes no queue pairs.
     VerbsRefused = 40,
+    /// The source rank asks the reader to prove that it holds a key.
+    AttachChallenge = 41,
+    /// The reader's proof.
+    AttachProof = 42,
     /// Push mode: decode announces allocated blocks.
     Offer = 64,
     /// Push mode: where to write.

@@ -125,9 +125,10 @@ pub(crate) struct ByHand {
 
 impl ByHand {
     pub(crate) fn new(name: Ours, source: &Source, dest: Pool) -> Result<Self, Box<dyn Error>> {
+        let tcp = TcpTransport::default();
         let transport: &dyn Transport = match name {
             Ours::Process => &ProcessTransport,
-            Ours::Tcp => &TcpTransport,
+            Ours::Tcp => &tcp,
         };
         let waker = Waker::new()?;
         let interrupt = Interrupt {

@@ -10,7 +10,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// All that a peer may send before it is accepted: a hello, and nothing long.
+/// All that a peer may send before it is accepted: a hello, a proof, and nothing long.
 const STRANGER_BYTES_MAX: usize = 64 << 10;
 
 /// A connection whose peer takes nothing is closed when this much waits for it: four of the

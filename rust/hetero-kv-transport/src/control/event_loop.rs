@@ -13,7 +13,7 @@ use hetero_kv_core::consumer::{Consumer, ConsumerOutput};
 use hetero_kv_core::producer::{ConnectionId, Producer, ProducerOutput};
 use hetero_kv_core::step::PeerId;
 use hetero_kv_core::time::Time;
-use hetero_kv_core::wire::message::Message;
+use hetero_kv_core::wire::message::{Message, RejectCode};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
@@ -21,6 +21,7 @@ use rustix::net::{SocketFlags, accept_with, sockopt};
 use super::connection::{Broken, Connection};
 use super::{ControlLimits, SharedDesk, dial};
 use crate::clock;
+use crate::keys;
 use crate::waker::Waker;
 
 /// Silence of a consumer after which the kernel asks whether its host is still there; some nine
@@ -108,10 +109,13 @@ impl Loop {
                 continue;
             };
             match result {
-                Ok(stream) => {
-                    self.outbound.insert(peer, Connection::dialled(stream));
-                    consumer.handle_dialed(now, peer);
-                }
+                Ok(stream) => match keys::nonce() {
+                    Ok(nonce) => {
+                        self.outbound.insert(peer, Connection::dialled(stream));
+                        consumer.handle_dialed(now, peer, nonce);
+                    }
+                    Err(error) => consumer.handle_closed(now, peer, &error.to_string()),
+                },
                 Err(error) => consumer.handle_closed(now, peer, &error.to_string()),
             }
         }
@@ -179,6 +183,7 @@ impl Loop {
     fn perform(&mut self, now: Time, output: Output) {
         match output {
             Output::Producer(ProducerOutput::Send(id, message)) => {
+                warn_of_unauthenticated(&message);
                 self.push(now, Key::Inbound(id), &message);
             }
             Output::Producer(ProducerOutput::Close(id)) => {
@@ -297,12 +302,19 @@ impl Loop {
             // place for good.
             let _ = sockopt::set_socket_keepalive(&stream, true);
             let _ = sockopt::set_tcp_keepidle(&stream, KEEPALIVE_IDLE);
+            let nonce = match keys::nonce() {
+                Ok(nonce) => nonce,
+                Err(error) => {
+                    tracing::error!("control plane: no random bytes for a peer: {error}");
+                    continue;
+                }
+            };
             let id = ConnectionId(self.next_inbound);
             self.next_inbound += 1;
             let connection = Connection::from_stranger(stream, clock::now());
             self.inbound.insert(id, connection);
             if let Some(producer) = self.desk.lock().producer.as_mut() {
-                producer.handle_connected(id);
+                producer.handle_connected(id, nonce);
             }
         }
     }
@@ -439,6 +451,15 @@ fn trace_acknowledgement(message: &Message) {
             transfer_id = %ack.transfer_id,
             ranks = ack.ranks.len(),
         );
+    }
+}
+
+/// The consumer's log has it as well; but where its key is wrong, somebody here should know.
+fn warn_of_unauthenticated(message: &Message) {
+    if let Message::Reject(reject) = message
+        && reject.code == RejectCode::Unauthenticated
+    {
+        tracing::warn!("control plane: a consumer is refused: {}", reject.reason);
     }
 }
 

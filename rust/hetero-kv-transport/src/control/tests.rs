@@ -1,3 +1,5 @@
+mod keys;
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -5,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::consumer::{Consumer, PeerAddress};
 use hetero_kv_core::failure::FailureReason;
 use hetero_kv_core::ids::{BlockId, Incarnation};
@@ -36,16 +39,15 @@ struct Holder {
 }
 
 fn holder(limits: ControlLimits) -> Holder {
+    holder_with(limits, None)
+}
+
+fn holder_with(limits: ControlLimits, keys: Option<Keys>) -> Holder {
     let listener = listen_on(&address("127.0.0.1")).expect("a free port");
     let at = listener.local_addr().expect("bound");
     let desk = Arc::new(SharedDesk::default());
-    desk.lock().producer = Some(Producer::new(
-        identity("p", 7),
-        fields(),
-        vec![card()],
-        lease_times(),
-        8,
-    ));
+    let producer = Producer::new(identity("p", 7), fields(), vec![card()], lease_times(), 8);
+    desk.lock().producer = Some(producer.with_keys(keys));
     let control = ControlPlane::start(desk, Some(listener.into()), limits).expect("a thread");
     Holder {
         _control: control,
@@ -136,6 +138,7 @@ fn hello(expect_incarnation: u64) -> Message {
         expect_incarnation: Incarnation(expect_incarnation),
         any_engine: false,
         compat_digest: fields().digest().to_vec(),
+        nonce: None,
     }))
 }
 
@@ -407,6 +410,7 @@ fn a_dial_that_was_given_up_neither_replaces_nor_breaks_the_next_one() {
     fresh_end.say(&Message::Accept(Accept {
         version: WIRE_VERSION,
         from: identity("p", 7),
+        proof: None,
     }));
     for ready in control.sleep(Some(PATIENCE)) {
         control.serve(ready);
@@ -424,13 +428,13 @@ struct Reader {
 }
 
 fn reader() -> Reader {
+    reader_with(None)
+}
+
+fn reader_with(keys: Option<Keys>) -> Reader {
     let desk = Arc::new(SharedDesk::default());
-    desk.lock().consumer = Some(Consumer::new(
-        identity("d", 9),
-        fields(),
-        heads(),
-        consumer_options(),
-    ));
+    let consumer = Consumer::new(identity("d", 9), fields(), heads(), consumer_options());
+    desk.lock().consumer = Some(consumer.with_keys(keys));
     let control =
         ControlPlane::start(Arc::clone(&desk), None, ControlLimits::default()).expect("a thread");
     Reader { desk, control }
@@ -564,6 +568,7 @@ fn a_pair_is_made_before_any_request_needs_it() {
     peer.say(&Message::Accept(Accept {
         version: WIRE_VERSION,
         from: identity("p", 7),
+        proof: None,
     }));
     assert!(matches!(peer.hear(), Some(Message::Layout(_))));
     peer.say(&Message::Layout(Box::new(Layout {

@@ -79,9 +79,12 @@ impl TransportChoice {
 fn candidate(name: TransportName, options: &ReaderOptions) -> Candidate {
     match name {
         TransportName::Process => Candidate::Usable(Arc::new(ProcessTransport)),
-        TransportName::Tcp => Candidate::Usable(Arc::new(TcpTransport)),
+        TransportName::Tcp => Candidate::Usable(Arc::new(TcpTransport::new(options.keys.clone()))),
         TransportName::Verbs => match &options.verbs {
-            Some(node) => Candidate::Usable(Arc::new(VerbsTransport::new(Arc::clone(node)))),
+            Some(node) => {
+                let transport = VerbsTransport::new(Arc::clone(node), options.keys.clone());
+                Candidate::Usable(Arc::new(transport))
+            }
             None => Candidate::Missing("this rank has no RDMA device open"),
         },
         TransportName::Mori => match &options.mori {

@@ -11,9 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use serde_json::Value;
-
-pub use sign::{KEY_BYTES_MIN, Key};
 
 use self::sign::Signed;
 use crate::clock;
@@ -40,8 +39,8 @@ pub struct RegistrationOptions {
     pub body: Value,
     /// Between heartbeats.
     pub interval: Duration,
-    /// To sign with, where the proxy asks for it.
-    pub key: Option<Key>,
+    /// Of which the first signs, where the proxy asks for it.
+    pub keys: Option<Keys>,
 }
 
 /// Why a heartbeat did not count.
@@ -230,7 +229,7 @@ impl Registrar {
             .method(method)
             .uri(format!("{}{target}", self.options.proxy_url))
             .header("content-type", "application/json");
-        if let Some(key) = &self.options.key {
+        if let Some(keys) = &self.options.keys {
             let signed = Signed {
                 method,
                 target: &self.target(target),
@@ -241,7 +240,7 @@ impl Registrar {
             request = request
                 .header("x-hetero-kv-timestamp", signed.timestamp_s.to_string())
                 .header("x-hetero-kv-nonce", signed.nonce_hex())
-                .header("x-hetero-kv-signature", signed.sign(key));
+                .header("x-hetero-kv-signature", signed.sign(keys.first()));
         }
         let request = request.body(body).map_err(|error| unreachable(&error))?;
         let request = self

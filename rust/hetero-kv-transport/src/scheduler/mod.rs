@@ -5,6 +5,7 @@ use std::io;
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::consumer::{Consumer, ConsumerCounts, ConsumerOptions, PeerAddress};
 use hetero_kv_core::ids::{BlockId, LeaseRef, PromptDigest, TpRank, TransferId};
 use hetero_kv_core::layout::{CompatFields, KvHeads};
@@ -52,6 +53,8 @@ pub struct SchedulerOptions {
     pub lease_slots: u32,
     /// Times and rules of loads.
     pub consumer: ConsumerOptions,
+    /// What both sides of a pair prove to each other; without it peers are not asked.
+    pub keys: Option<Keys>,
 }
 
 /// A finished prefill as vLLM's hook reports it.
@@ -118,21 +121,23 @@ impl SchedulerSide {
             let socket = listen_on(&options.address)?;
             port = Some(socket.local_addr()?.port());
             listener = Some(socket.into());
-            desk.lock().producer = Some(Producer::new(
+            let producer = Producer::new(
                 options.identity.clone(),
                 options.fields.clone(),
                 options.workers,
                 options.leases,
                 options.lease_slots,
-            ));
+            );
+            desk.lock().producer = Some(producer.with_keys(options.keys.clone()));
         }
         if options.roles.consumer {
-            desk.lock().consumer = Some(Consumer::new(
+            let consumer = Consumer::new(
                 options.identity.clone(),
                 options.fields,
                 options.heads,
                 options.consumer,
-            ));
+            );
+            desk.lock().consumer = Some(consumer.with_keys(options.keys));
         }
         let control = ControlPlane::start(Arc::clone(&desk), listener, options.limits)?;
         Ok(Self {

@@ -16,6 +16,7 @@ use crate::testing::{
 
 fn options(name: &str, producer: bool) -> SchedulerOptions {
     SchedulerOptions {
+        keys: None,
         identity: identity(name, 7),
         fields: fields(),
         heads: heads(),

@@ -3,12 +3,14 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::data::{Attach, AttachRefusal, AttachRefused, Attached};
 use hetero_kv_core::wire::{Kind, decode, encode};
 use rustix::event::PollFlags;
 
 use super::framing::{FrameReceiver, FrameSender};
+use super::prove::Greeting;
 use super::socket;
 use crate::error::{ReadFailureKind, TransportError};
 use crate::transport::{Interrupt, Source};
@@ -26,12 +28,14 @@ impl AsFd for AttachedStream {
     }
 }
 
-/// Dials the listener at `host:port`, says whom we expect there and waits for the answer.
+/// Dials the listener at `host:port`, says whom we expect there and waits for the answer; with keys
+/// both sides prove that they hold one.
 pub(crate) fn reach(
     host: &str,
     port: u16,
     source: &Source,
     deadline: Time,
+    keys: Option<&Keys>,
     interrupt: &Interrupt<'_>,
 ) -> Result<AttachedStream, TransportError> {
     let stream = socket::dial(host, port, deadline, interrupt)?;
@@ -41,18 +45,24 @@ pub(crate) fn reach(
         sender: FrameSender::default(),
     };
     let route = &source.route;
-    let frame = encode(
-        Kind::Attach,
-        &Attach {
-            engine: route.engine().clone(),
-            incarnation: route.incarnation(),
-            dp_rank: route.dp_rank(),
-            tp_rank: route.tp_rank(),
-            pp_rank: route.pp_rank(),
-        },
-    )
-    .map_err(|error| TransportError::new(ReadFailureKind::Local, "Attach", error.to_string()))?;
-    let (kind, payload) = attached.exchange(frame, "Attach", deadline, interrupt)?;
+    let mut greeting = Greeting::begin(keys)?;
+    let attach = Attach {
+        engine: route.engine().clone(),
+        incarnation: route.incarnation(),
+        dp_rank: route.dp_rank(),
+        tp_rank: route.tp_rank(),
+        pp_rank: route.pp_rank(),
+        nonce: greeting.as_ref().map(Greeting::nonce),
+    };
+    let frame = encode(Kind::Attach, &attach).map_err(|error| {
+        TransportError::new(ReadFailureKind::Local, "Attach", error.to_string())
+    })?;
+    let (mut kind, mut payload) = attached.exchange(frame, "Attach", deadline, interrupt)?;
+    if kind == Kind::AttachChallenge
+        && let Some(greeting) = &mut greeting
+    {
+        (kind, payload) = greeting.prove(&attach, &payload, &mut attached, deadline, interrupt)?;
+    }
     if kind == Kind::AttachRefused {
         return Err(match decode::<AttachRefused>(kind, &payload) {
             Ok(refused) => refusal(refused),
@@ -66,6 +76,9 @@ pub(crate) fn reach(
         ));
     }
     let answer: Attached = decode(kind, &payload).map_err(|error| unreachable("Attach", error))?;
+    if let Some(greeting) = &greeting {
+        greeting.check(&attach, &answer)?;
+    }
     let announced: Vec<u64> = source.regions.iter().map(|region| region.bytes).collect();
     if answer.region_bytes != announced {
         return Err(TransportError::new(
@@ -114,7 +127,7 @@ impl AttachedStream {
     }
 }
 
-fn unreachable(call: &'static str, problem: impl ToString) -> TransportError {
+pub(super) fn unreachable(call: &'static str, problem: impl ToString) -> TransportError {
     TransportError::new(ReadFailureKind::Unreachable, call, problem.to_string())
 }
 
@@ -124,7 +137,9 @@ fn refusal(refused: AttachRefused) -> TransportError {
         AttachRefusal::Engine
         | AttachRefusal::Rank
         | AttachRefusal::NotReady
-        | AttachRefusal::Busy => ReadFailureKind::Refused,
+        | AttachRefusal::Busy
+        | AttachRefusal::Unauthenticated
+        | AttachRefusal::Unknown => ReadFailureKind::Refused,
     };
     // The peer's words, bounded: they go to our log.
     let text: String = refused.text.chars().take(500).collect();

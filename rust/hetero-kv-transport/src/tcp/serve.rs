@@ -8,17 +8,22 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use hetero_kv_core::auth::AttachTranscript;
+use hetero_kv_core::time::Time;
 use hetero_kv_core::wire::data::{
     Attach, AttachRefusal, AttachRefused, Attached, FETCH_BYTES_MAX, FETCH_RUNS_MAX, Fetch,
     FetchData, FetchEnd, FetchStatus, QueuePairEnds, VerbsRefused,
 };
+use hetero_kv_core::wire::message::{Challenge, Proof};
 use hetero_kv_core::wire::{FrameError, Kind, decode, encode};
 use rustix::event::PollFlags;
 
 use super::framing::{FrameReceiver, FrameSender, ReceiveError};
+use super::prove::{self, Asked, Proven};
 use super::server::{HolderPlace, Shared};
 use super::socket;
 use crate::clock::{now, time_left};
+use crate::keys;
 use crate::memory::{Span, SpanQueue};
 use crate::verbs::{self, holder::HolderEnds};
 
@@ -91,22 +96,31 @@ struct Serving<'a> {
     iovecs: Vec<libc::iovec>,
 }
 
-impl Serving<'_> {
+impl<'a> Serving<'a> {
     fn run(&mut self, terms: Terms) -> Result<Never, End> {
         let timeout = self.shared.options.frame_timeout;
+        let until = now() + timeout;
         let (kind, payload) = self.receive(Some(timeout))?;
         if kind != Kind::Attach {
             return Err(End::Broken(format!("{kind:?} came first")));
         }
         let attach: Attach = decode(kind, &payload)?;
-        if let Some(refused) = self.refusal(terms, &attach) {
-            let text = refused.text.clone();
-            self.send_frame(encode(Kind::AttachRefused, &refused)?)?;
-            return Err(End::Refused(text));
+        if let Some(refused) = busy(terms) {
+            return self.refuse(&refused);
+        }
+        let proven = self.authenticate(&attach, until)?;
+        // Only now: who is here is no business of one without the key.
+        if let Some(refused) = self.misplaced(&attach) {
+            return self.refuse(&refused);
         }
         let regions = self.shared.memory.regions();
-        let region_bytes = regions.iter().map(|region| region.bytes).collect();
-        self.send_frame(encode(Kind::Attached, &Attached { region_bytes })?)?;
+        let region_bytes: Vec<u64> = regions.iter().map(|region| region.bytes).collect();
+        let proof = proven.map(|reader| reader.answer(&region_bytes));
+        let attached = Attached {
+            region_bytes,
+            proof,
+        };
+        self.send_frame(encode(Kind::Attached, &attached)?)?;
         // Queue pairs of this reader; they end when this function does.
         let mut ends: Option<HolderEnds> = None;
         loop {
@@ -142,14 +156,51 @@ impl Serving<'_> {
         }
     }
 
-    fn refusal(&self, terms: Terms, attach: &Attach) -> Option<AttachRefused> {
-        let refused = |code, text| Some(AttachRefused { code, text });
-        if let Terms::Refuse { most } = terms {
-            let text = format!(
-                "{most} readers are served already, which is the limit (readers_max of the prefill engine)"
-            );
-            return refused(AttachRefusal::Busy, text);
+    /// Has the reader prove its key before `until`, where keys are set.
+    fn authenticate<'b>(
+        &mut self,
+        attach: &'b Attach,
+        until: Time,
+    ) -> Result<Option<Proven<'b>>, End>
+    where
+        'a: 'b,
+    {
+        let shared: &'a Shared = self.shared;
+        let (keys, dialer) = match prove::asked(shared.options.keys.as_ref(), attach) {
+            Ok(Asked::Nothing) => return Ok(None),
+            Ok(Asked::Proof(keys, dialer)) => (keys, dialer),
+            Err(refused) => return self.refuse(&refused),
+        };
+        let listener = keys::nonce().map_err(End::Lost)?;
+        let challenge = Challenge {
+            nonce: listener.0.to_vec(),
+        };
+        self.send_frame(encode(Kind::AttachChallenge, &challenge)?)?;
+        let (kind, payload) = self.receive(Some(time_left(until)))?;
+        if kind != Kind::AttachProof {
+            return Err(End::Broken(format!("{kind:?} came for a proof")));
         }
+        let Proof { proof } = decode(kind, &payload)?;
+        let transcript = AttachTranscript {
+            attach,
+            dialer,
+            listener,
+            accepted: None,
+        };
+        match Proven::by(keys, transcript, &proof) {
+            Ok(proven) => Ok(Some(proven)),
+            Err(refused) => self.refuse(&refused),
+        }
+    }
+
+    /// Tells the reader why, and ends.
+    fn refuse<T>(&self, refused: &AttachRefused) -> Result<T, End> {
+        self.send_frame(encode(Kind::AttachRefused, refused)?)?;
+        Err(End::Refused(refused.text.clone()))
+    }
+
+    fn misplaced(&self, attach: &Attach) -> Option<AttachRefused> {
+        let refused = |code, text| Some(AttachRefused { code, text });
         let place = self
             .shared
             .place
@@ -339,6 +390,18 @@ impl Serving<'_> {
             }
         }
     }
+}
+
+/// Why nobody more is served.
+fn busy(terms: Terms) -> Option<AttachRefused> {
+    let Terms::Refuse { most } = terms else {
+        return None;
+    };
+    let code = AttachRefusal::Busy;
+    let text = format!(
+        "{most} readers are served already, which is the limit (readers_max of the prefill engine)"
+    );
+    Some(AttachRefused { code, text })
 }
 
 /// The first field in which the rank that is dialled differs from the one that is here.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::ids::{PpRank, TpRank};
 use hetero_kv_core::plan::Owner;
 use hetero_kv_core::wire::card::TcpEndpoint;
@@ -45,11 +46,13 @@ pub struct ServerOptions {
     pub address: ListenAddress,
     /// Most readers served at once.
     pub connections_max: usize,
-    /// Longest time from connect to the reader's first frame, and for each begun frame to be
-    /// complete.
+    /// Longest time from connect to the reader's first frame, its proof included where keys are
+    /// set, and for each begun frame to be complete.
     pub frame_timeout: Duration,
     /// Longest time in which a reader takes none of the bytes it asked for.
     pub stall_timeout: Duration,
+    /// What readers have to prove, and this holder to them.
+    pub keys: Option<Keys>,
     /// The device whose queue pairs are made for readers that ask for them.
     pub verbs: Option<Arc<verbs::Node>>,
 }
@@ -66,6 +69,7 @@ impl Default for ServerOptions {
             connections_max: 256,
             frame_timeout: Duration::from_secs(10),
             stall_timeout: Duration::from_secs(30),
+            keys: None,
             verbs: None,
         }
     }

@@ -183,7 +183,7 @@ pub fn try_read(
         should_stop: &|| false,
     };
     let (begun, deadline) = (now(), now() + timeout);
-    let mut connection = VerbsTransport::new(Arc::clone(&node))
+    let mut connection = VerbsTransport::new(Arc::clone(&node), None)
         .connect(&source, memory, deadline, &interrupt)
         .map_err(TrialError::Connect)?;
     let connected = now();

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use hetero_kv_core::auth::Keys;
 use hetero_kv_core::ids::{
     DpRank, EngineId, Epoch, Incarnation, LeaseRef, PpRank, Slot, TpRank, TransferId,
 };
@@ -50,6 +51,8 @@ pub(crate) struct HolderConfig {
     pub(crate) nameless: bool,
     pub(crate) connections_max: usize,
     pub(crate) frame_timeout_ms: u64,
+    /// A file of them; empty where there are none.
+    pub(crate) keys: String,
 }
 
 impl Default for HolderConfig {
@@ -64,6 +67,7 @@ impl Default for HolderConfig {
             nameless: false,
             connections_max: 256,
             frame_timeout_ms: 10_000,
+            keys: String::new(),
         }
     }
 }
@@ -150,6 +154,8 @@ fn holder_process() {
             connections_max: config.connections_max,
             frame_timeout: Duration::from_millis(config.frame_timeout_ms),
             verbs: node.clone(),
+            keys: (!config.keys.is_empty())
+                .then(|| Keys::parse(config.keys.as_bytes()).expect("keys")),
             ..ServerOptions::default()
         },
     )

@@ -50,6 +50,7 @@ fn attach_frame() -> Vec<u8> {
         dp_rank: DpRank(1),
         tp_rank: TpRank(0),
         pp_rank: PpRank(0),
+        nonce: None,
     };
     encode(Kind::Attach, &attach).expect("small")
 }
@@ -366,7 +367,7 @@ fn ipv6_and_host_names_work() {
 }
 
 /// A holder that answers with these frames, whatever it is asked, and then waits.
-fn scripted(answers: Vec<Vec<u8>>) -> u16 {
+pub(crate) fn scripted(answers: Vec<Vec<u8>>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("bound").port();
     thread::spawn(move || {
@@ -390,9 +391,17 @@ fn scripted(answers: Vec<Vec<u8>>) -> u16 {
 fn a_holder_that_breaks_the_protocol_fails_the_job() {
     let holder = Holder::start(HolderConfig::default());
     let region_bytes: Vec<u64> = holder.source.regions.iter().map(|r| r.bytes).collect();
-    let attached = encode(Kind::Attached, &Attached { region_bytes }).expect("small");
+    let attached = encode(
+        Kind::Attached,
+        &Attached {
+            region_bytes,
+            proof: None,
+        },
+    )
+    .expect("small");
     let other = Attached {
         region_bytes: vec![5],
+        proof: None,
     };
     let data = |id, bytes| encode(Kind::FetchData, &FetchData { id, bytes }).expect("small");
     let end = |id| {

@@ -6,6 +6,7 @@ mod exact;
 mod faults;
 mod holder;
 mod hygiene;
+mod keys;
 mod leases;
 mod listener;
 mod relay;

@@ -53,6 +53,7 @@ fn attached(holder: &Holder) -> TcpStream {
         dp_rank: DpRank(1),
         tp_rank: TpRank(0),
         pp_rank: PpRank(0),
+        nonce: None,
     };
     let frame = encode(Kind::Attach, &attach).expect("small");
     stream.write_all(&frame).expect("sent");
@@ -269,7 +270,14 @@ fn a_holder_that_answers_nonsense_fails_the_job() {
     }
     let holder = Holder::start(HolderConfig::default());
     let region_bytes: Vec<u64> = holder.source.regions.iter().map(|r| r.bytes).collect();
-    let taken = encode(Kind::Attached, &Attached { region_bytes }).expect("small");
+    let taken = encode(
+        Kind::Attached,
+        &Attached {
+            region_bytes,
+            proof: None,
+        },
+    )
+    .expect("small");
     let connected = |change: fn(&mut QueuePairEnds)| {
         let mut told = ends();
         told.queue_pairs = vec![QueuePairEnd(5, 5), QueuePairEnd(6, 6)];
@@ -291,6 +299,7 @@ fn a_holder_that_answers_nonsense_fails_the_job() {
                 Kind::Attached,
                 &Attached {
                     region_bytes: vec![],
+                    proof: None,
                 },
             )
             .expect("small"),

@@ -62,6 +62,7 @@ pub(super) fn start(
             grace: GRACE,
         },
         lease_slots: config.lease_slots,
+        keys: None,
         consumer: ConsumerOptions {
             block_size: model.block_size,
             require_kv: true,

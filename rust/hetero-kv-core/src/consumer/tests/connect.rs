@@ -10,7 +10,9 @@ use super::notes;
 use crate::ids::{EngineId, Incarnation};
 use crate::producer::{ConnectionId, Producer, ProducerOutput};
 use crate::step::PeerId;
-use crate::testing::{at, cards, common_fields, heads, identity, lease_times, ms, options, secs};
+use crate::testing::{
+    NONCE, at, cards, common_fields, heads, identity, lease_times, ms, options, secs,
+};
 use crate::time::Time;
 use crate::wire::WIRE_VERSION;
 use crate::wire::message::{Accept, Hello, Message, Reject, RejectCode};
@@ -78,8 +80,8 @@ fn talk_and_dial(
 ) -> Vec<PeerId> {
     let mut dials = Vec::new();
     let connection = ConnectionId(number);
-    holder.handle_connected(connection);
-    consumer.handle_dialed(now, peer);
+    holder.handle_connected(connection, NONCE);
+    consumer.handle_dialed(now, peer, NONCE);
     let mut queue: VecDeque<ConsumerOutput> = outputs(consumer).into();
     while let Some(output) = queue.pop_front() {
         match output {
@@ -169,13 +171,14 @@ fn the_same_start_keeps_its_number_when_it_comes_back() {
     p.handle_closed(ConnectionId(1));
     d.handle_timeout(at(secs(2)) + secs(1));
     let scout = only_dial(&mut d);
-    p.handle_connected(ConnectionId(2));
-    d.handle_dialed(at(secs(3)), scout);
+    p.handle_connected(ConnectionId(2), NONCE);
+    d.handle_dialed(at(secs(3)), scout, NONCE);
     let hello = only_hello(&mut d);
     assert!(hello.any_engine);
     let accept = Accept {
         version: WIRE_VERSION,
         from: identity("prefill", 3, 2),
+        proof: None,
     };
     d.handle_message(at(secs(3)), scout, Message::Accept(accept));
     // The workers know it as `first`, so that one is dialled, and the scout has done its work.
@@ -198,7 +201,7 @@ fn a_request_takes_the_scout_over_and_its_engine_has_to_be_the_one() {
     let scout = only_dial(&mut d);
     assert_eq!(d.connect(at(secs(1)), address("prefill", 3)), Ok(scout));
     assert_eq!(outputs(&mut d), [], "one dial is enough");
-    d.handle_dialed(at(secs(2)), scout);
+    d.handle_dialed(at(secs(2)), scout, NONCE);
     let hello = only_hello(&mut d);
     assert!(!hello.any_engine);
     assert_eq!(hello.expect_engine.as_str(), "prefill");
@@ -207,12 +210,13 @@ fn a_request_takes_the_scout_over_and_its_engine_has_to_be_the_one() {
     let mut d = consumer();
     d.keep_connected(at(secs(0)), HOST.into(), PORT);
     let scout = only_dial(&mut d);
-    d.handle_dialed(at(secs(1)), scout);
+    d.handle_dialed(at(secs(1)), scout, NONCE);
     assert!(only_hello(&mut d).any_engine);
     assert_eq!(d.connect(at(secs(2)), address("prefill", 3)), Ok(scout));
     let accept = Accept {
         version: WIRE_VERSION,
         from: identity("prefill", 4, 2),
+        proof: None,
     };
     d.handle_message(at(secs(3)), scout, Message::Accept(accept));
     assert_eq!(outputs(&mut d), [ConsumerOutput::Close(scout)]);
@@ -235,8 +239,8 @@ fn an_engine_connected_under_another_name_is_left_as_it_is() {
     talk(at(secs(1)), &mut d, peer, &mut p, 1);
     d.keep_connected(at(secs(2)), HOST.into(), PORT);
     let scout = only_dial(&mut d);
-    p.handle_connected(ConnectionId(2));
-    d.handle_dialed(at(secs(2)), scout);
+    p.handle_connected(ConnectionId(2), NONCE);
+    d.handle_dialed(at(secs(2)), scout, NONCE);
     let hello = only_hello(&mut d);
     p.handle_message(
         at(secs(2)),
@@ -363,11 +367,11 @@ fn a_request_that_takes_over_a_scout_is_served_though_its_engine_is_connected_by
     talk(at(secs(0)), &mut d, other, &mut p, 1);
     d.keep_connected(at(secs(1)), HOST.into(), PORT);
     let scout = only_dial(&mut d);
-    d.handle_dialed(at(secs(1)), scout);
+    d.handle_dialed(at(secs(1)), scout, NONCE);
     let hello = only_hello(&mut d);
     assert!(hello.any_engine);
     assert_eq!(d.connect(at(secs(1)), address("prefill", 3)), Ok(scout));
-    p.handle_connected(ConnectionId(2));
+    p.handle_connected(ConnectionId(2), NONCE);
     let hello = Message::Hello(Box::new(hello));
     p.handle_message(at(secs(1)), ConnectionId(2), hello);
     while let Some(output) = p.poll_output() {
@@ -392,7 +396,7 @@ fn a_request_that_takes_over_a_scout_is_served_though_its_engine_is_connected_by
     d.connect(at(secs(9)), address("prefill", 3))
         .expect("known");
     outputs(&mut d);
-    d.handle_dialed(at(secs(9)), scout);
+    d.handle_dialed(at(secs(9)), scout, NONCE);
     assert!(!only_hello(&mut d).any_engine);
     let reject = Reject {
         code: RejectCode::AlreadyConnected,

@@ -5,6 +5,7 @@ mod connect;
 mod converge;
 mod failures;
 mod health;
+mod keys;
 mod leases;
 mod life;
 mod pairs;

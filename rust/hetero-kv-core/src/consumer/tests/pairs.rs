@@ -8,8 +8,8 @@ use crate::ids::{Incarnation, PpRank};
 use crate::layout::{LayerCache, RankCache};
 use crate::producer::Producer;
 use crate::testing::{
-    CONTROL_PORT, at, card, cards, fields, heads, identity, lease_times, ms, options, prompt, secs,
-    transfer,
+    CONTROL_PORT, NONCE, at, card, cards, fields, heads, identity, lease_times, ms, options,
+    prompt, secs, transfer,
 };
 use crate::wire::Kind;
 use crate::wire::card::WorkerCard;
@@ -129,7 +129,7 @@ fn handshake(accept: Message, layout: Option<Message>) -> Failure {
     };
     let now = at(secs(1));
     let peer = consumer.connect(now, address).expect("room for one");
-    consumer.handle_dialed(now, peer);
+    consumer.handle_dialed(now, peer, NONCE);
     consumer.handle_message(now, peer, accept);
     if let Some(layout) = layout {
         consumer.handle_message(now, peer, layout);
@@ -147,7 +147,11 @@ fn handshake(accept: Message, layout: Option<Message>) -> Failure {
 }
 
 fn accept(from: EngineIdentity) -> Message {
-    Message::Accept(crate::wire::message::Accept { version: 1, from })
+    Message::Accept(crate::wire::message::Accept {
+        version: 1,
+        from,
+        proof: None,
+    })
 }
 
 fn layout(from: EngineIdentity, ranks: u32) -> Option<Message> {
@@ -176,6 +180,7 @@ fn an_engine_that_describes_itself_badly_is_refused() {
             Message::Accept(crate::wire::message::Accept {
                 version: 2,
                 from: ours(),
+                proof: None,
             }),
             None,
             "wire_version",
@@ -473,7 +478,7 @@ fn a_producer_of_another_version_is_refused_by_both_numbers() {
         1,
     );
     let connection = crate::producer::ConnectionId(1);
-    producer.handle_connected(connection);
+    producer.handle_connected(connection, NONCE);
     let hello = crate::wire::message::Hello {
         versions: (2, 9),
         from: identity("decode", 100, 1),
@@ -481,6 +486,7 @@ fn a_producer_of_another_version_is_refused_by_both_numbers() {
         expect_incarnation: Incarnation(1),
         any_engine: false,
         compat_digest: fields(&[]).digest().to_vec(),
+        nonce: None,
     };
     producer.handle_message(at(secs(0)), connection, Message::Hello(Box::new(hello)));
     let Some(crate::producer::ProducerOutput::Send(_, answer)) = producer.poll_output() else {

@@ -6,8 +6,8 @@ use super::*;
 use crate::ids::Incarnation;
 use crate::step::PeerId;
 use crate::testing::{
-    CONTROL_PORT, Direction, Fate, at, common_fields, heads, identity, lease_times, ms, options,
-    prompt, secs, transfer,
+    CONTROL_PORT, Direction, Fate, NONCE, at, common_fields, heads, identity, lease_times, ms,
+    options, prompt, secs, transfer,
 };
 use crate::wire::message::Message;
 
@@ -302,7 +302,7 @@ fn a_dial_that_comes_through_after_it_was_given_up_is_closed() {
     let peer = consumer.connect(at(secs(0)), address(1)).expect("room");
     consumer.handle_timeout(at(secs(10)));
     while consumer.poll_output().is_some() {}
-    consumer.handle_dialed(at(secs(11)), peer);
+    consumer.handle_dialed(at(secs(11)), peer, NONCE);
     assert_eq!(consumer.poll_output(), Some(ConsumerOutput::Close(peer)));
     assert_eq!(consumer.poll_output(), None, "no greeting");
     assert_eq!(consumer.poll_timeout(), None);
@@ -332,7 +332,7 @@ fn a_full_table_evicts_the_longest_unused_and_closes_it() {
         let peer = consumer
             .connect(at(ms(number as u64)), address(number))
             .expect("room");
-        consumer.handle_dialed(at(ms(number as u64)), peer);
+        consumer.handle_dialed(at(ms(number as u64)), peer, NONCE);
     }
     // Number 0 is used once more, so number 1 is the oldest.
     consumer.connect(at(secs(5)), address(0)).expect("known");
@@ -351,7 +351,7 @@ fn a_full_table_evicts_the_longest_unused_and_closes_it() {
     assert_eq!(consumer.peers.len(), PEERS_MAX);
     assert_eq!(consumer.by_address.len(), PEERS_MAX);
     // A dial of the evicted one that comes through late is closed.
-    consumer.handle_dialed(at(secs(6)), PeerId(1));
+    consumer.handle_dialed(at(secs(6)), PeerId(1), NONCE);
     assert_eq!(
         consumer.poll_output(),
         Some(ConsumerOutput::Close(PeerId(1)))

@@ -62,7 +62,7 @@ fn a_complete_set_releases_once() {
 #[test]
 fn a_consumer_with_pipeline_stages_has_read_when_each_rank_of_each_stage_has() {
     let mut p = producer();
-    p.handle_connected(D);
+    p.handle_connected(D, NONCE);
     let mut staged = hello("decode", 100, 2);
     staged.from.pp_size = 2;
     p.handle_message(at(secs(0)), D, Message::Hello(Box::new(staged)));
@@ -261,7 +261,7 @@ fn a_claim_that_comes_after_its_release_does_not_hold_the_lease_for_it() {
 #[test]
 fn numbers_of_two_consumer_starts_are_not_compared() {
     let (mut p, lease) = claimed();
-    p.handle_connected(D2);
+    p.handle_connected(D2, NONCE);
     let restarted = Message::Hello(Box::new(hello("decode", 101, 2)));
     p.handle_message(at(secs(2)), D2, restarted);
     assert_eq!(drain(&mut p).len(), 1, "and nobody's connection is closed");

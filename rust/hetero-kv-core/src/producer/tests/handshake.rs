@@ -10,7 +10,7 @@ fn refused(change: impl FnOnce(&mut Hello)) -> (Reject, Producer) {
     let mut p = producer();
     let mut hello = hello("decode", 100, 1);
     change(&mut hello);
-    p.handle_connected(D);
+    p.handle_connected(D, NONCE);
     p.handle_message(at(secs(0)), D, Message::Hello(Box::new(hello)));
     let outputs = drain(&mut p);
     let [
@@ -85,7 +85,7 @@ fn unlike_caches_are_refused_with_our_fields() {
 #[test]
 fn a_dialer_with_a_range_of_versions_is_taken_when_ours_is_in_it() {
     let mut p = producer();
-    p.handle_connected(D);
+    p.handle_connected(D, NONCE);
     let mut hello = hello("decode", 100, 1);
     hello.versions = (0, 7);
     p.handle_message(at(secs(0)), D, Message::Hello(Box::new(hello)));
@@ -120,7 +120,7 @@ fn later<M: serde::Serialize>(kind: Kind, message: &M) -> Message {
 fn a_build_of_the_next_version_is_served_in_this_one() {
     let mut p = producer();
     let lease = finish(&mut p, at(secs(0)), 1);
-    p.handle_connected(D);
+    p.handle_connected(D, NONCE);
     let hello = Hello {
         versions: (WIRE_VERSION, WIRE_VERSION + 1),
         ..hello("decode", 100, 1)
@@ -209,7 +209,7 @@ fn a_stranger_gets_nothing_but_the_door() {
     ] {
         let mut p = producer();
         finish(&mut p, at(secs(0)), 5);
-        p.handle_connected(D);
+        p.handle_connected(D, NONCE);
         p.handle_message(at(secs(0)), D, message.clone());
         let outputs = drain(&mut p);
         let [
@@ -236,6 +236,7 @@ fn a_message_of_the_other_side_closes_that_connection_only() {
     let accept = Accept {
         version: WIRE_VERSION,
         from: identity("decode", 100, 1),
+        proof: None,
     };
     p.handle_message(at(secs(1)), D, Message::Accept(accept));
     assert_eq!(drain(&mut p).last(), Some(&ProducerOutput::Close(D)));

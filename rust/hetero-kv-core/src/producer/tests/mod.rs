@@ -7,7 +7,9 @@ mod leases;
 
 use super::*;
 use crate::ids::{EngineId, Incarnation};
-use crate::testing::{at, cards, common_fields, identity, lease_times, prompt, secs, transfer};
+use crate::testing::{
+    NONCE, at, cards, common_fields, identity, lease_times, prompt, secs, transfer,
+};
 use crate::wire::WIRE_VERSION;
 use crate::wire::message::{Accept, Ack, Claim, Granted, Hello, Renew};
 
@@ -36,12 +38,13 @@ pub(super) fn hello(engine: &str, incarnation: u64, tp_size: u32) -> Hello {
         expect_incarnation: Incarnation(1),
         any_engine: false,
         compat_digest: common_fields().digest().to_vec(),
+        nonce: None,
     }
 }
 
 /// Connects a decode engine of `tp_size` ranks and greets it.
 pub(super) fn greet(p: &mut Producer, connection: ConnectionId, engine: &str, tp_size: u32) {
-    p.handle_connected(connection);
+    p.handle_connected(connection, NONCE);
     let hello = Message::Hello(Box::new(hello(engine, 100, tp_size)));
     p.handle_message(at(secs(0)), connection, hello);
     let answers = drain(p);

@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::*;
+use crate::wire::message::{Challenge, Proof};
 use crate::wire::{FrameError, HEADER_BYTES, Kind, decode, encode};
 
 /// The message encodes to exactly these bytes and they decode to the message: a change of either
@@ -35,6 +36,22 @@ fn fetch() -> Fetch {
 }
 
 #[test]
+fn refusals_keep_their_words_and_later_ones_are_understood_as_one() {
+    for (code, word) in [
+        (AttachRefusal::Engine, "engine"),
+        (AttachRefusal::Incarnation, "incarnation"),
+        (AttachRefusal::Rank, "rank"),
+        (AttachRefusal::NotReady, "not_ready"),
+        (AttachRefusal::Busy, "busy"),
+        (AttachRefusal::Unauthenticated, "unauthenticated"),
+    ] {
+        assert_eq!(serde_json::to_value(code).expect("encodes"), word);
+    }
+    let later: AttachRefusal = serde_json::from_str("\"later\"").expect("decodes");
+    assert_eq!(later, AttachRefusal::Unknown);
+}
+
+#[test]
 fn golden_bytes() {
     check_golden(
         Kind::Attach,
@@ -44,6 +61,7 @@ fn golden_bytes() {
             dp_rank: DpRank(1),
             tp_rank: TpRank(2),
             pp_rank: PpRank(0),
+            nonce: None,
         },
         "684b01203700000085a6656e67696e65a5705f647031ab696e6361726e6174696f6eccaba764705f72616e6b01a774705f72616e6b02a770705f72616e6b00",
     );
@@ -51,8 +69,39 @@ fn golden_bytes() {
         Kind::Attached,
         &Attached {
             region_bytes: vec![1 << 20, 12],
+            proof: None,
         },
         "684b01211500000081ac726567696f6e5f627974657392ce001000000c",
+    );
+    check_golden(
+        Kind::Attach,
+        &Attach {
+            engine: EngineId::new("p_dp1").expect("valid"),
+            incarnation: Incarnation(0xab),
+            dp_rank: DpRank(1),
+            tp_rank: TpRank(2),
+            pp_rank: PpRank(0),
+            nonce: Some(vec![5; 32]),
+        },
+        "684b01205f00000086a6656e67696e65a5705f647031ab696e6361726e6174696f6eccaba764705f72616e6b01a774705f72616e6b02a770705f72616e6b00a56e6f6e6365c4200505050505050505050505050505050505050505050505050505050505050505",
+    );
+    check_golden(
+        Kind::AttachChallenge,
+        &Challenge { nonce: vec![5; 32] },
+        "684b01292900000081a56e6f6e6365c4200505050505050505050505050505050505050505050505050505050505050505",
+    );
+    check_golden(
+        Kind::AttachProof,
+        &Proof { proof: vec![6; 32] },
+        "684b012a2900000081a570726f6f66c4200606060606060606060606060606060606060606060606060606060606060606",
+    );
+    check_golden(
+        Kind::Attached,
+        &Attached {
+            region_bytes: vec![1 << 20, 12],
+            proof: Some(vec![6; 32]),
+        },
+        "684b01213d00000082ac726567696f6e5f627974657392ce001000000ca570726f6f66c4200606060606060606060606060606060606060606060606060606060606060606",
     );
     check_golden(
         Kind::AttachRefused,
@@ -115,6 +164,7 @@ fn the_largest_messages_fit_the_frame_limit() {
     };
     let attached = Attached {
         region_bytes: vec![u64::MAX; 4096],
+        proof: None,
     };
     for bytes in [
         encode(Kind::Fetch, &fetch).expect("under the frame limit"),

@@ -18,6 +18,8 @@ const FRAMES: &[(&str, &[&str])] = &[
     ("Ping", &["684b010b0100000080"]),
     ("Pong", &["684b010c0100000080"]),
     ("Bye", &["684b010d0100000080"]),
+    ("Challenge", &["684b010e2900000081a56e6f6e6365c4200505050505050505050505050505050505050505050505050505050505050505"]),
+    ("Proof", &["684b010f2900000081a570726f6f66c4200606060606060606060606060606060606060606060606060606060606060606"]),
 ];
 
 #[test]
@@ -59,6 +61,8 @@ fn kinds_keep_their_bytes() {
         (11, "Ping"),
         (12, "Pong"),
         (13, "Bye"),
+        (14, "Challenge"),
+        (15, "Proof"),
         (32, "Attach"),
         (33, "Attached"),
         (34, "Fetch"),
@@ -68,6 +72,8 @@ fn kinds_keep_their_bytes() {
         (38, "VerbsConnect"),
         (39, "VerbsConnected"),
         (40, "VerbsRefused"),
+        (41, "AttachChallenge"),
+        (42, "AttachProof"),
         (64, "Offer"),
         (65, "Destinations"),
         (66, "Piece"),
@@ -102,6 +108,7 @@ fn refusals_and_ends_keep_their_words() {
         (RejectCode::NotProducer, "not_producer"),
         (RejectCode::TooManyPeers, "too_many_peers"),
         (RejectCode::AlreadyConnected, "already_connected"),
+        (RejectCode::Unauthenticated, "unauthenticated"),
         (RejectCode::Protocol, "protocol"),
     ];
     for (code, word) in words {
@@ -115,5 +122,33 @@ fn refusals_and_ends_keep_their_words() {
     ];
     for (reason, word) in ends {
         assert_eq!(serde_json::to_value(reason).expect("encodes"), word);
+    }
+}
+
+/// What keys add to frames that builds without them know.
+#[test]
+fn a_greeting_and_its_acceptance_have_their_bytes_with_keys() {
+    const HELLO: &[&str] = &[
+        "684b0101ce00000086a876657273696f6e73920101a466726f6d85a6656e67696e65a26430ab696e6361726e6174",
+        "696f6e07a764705f72616e6b00a774705f73697a6501a770705f73697a6501ad6578706563745f656e67696e65a6",
+        "70305f647031b26578706563745f696e6361726e6174696f6ecf1122334455667788ad636f6d7061745f64696765",
+        "7374c4200909090909090909090909090909090909090909090909090909090909090909a56e6f6e6365c4200505",
+        "050505050505050505050505050505050505050505050505050505050505",
+    ];
+    const ACCEPT: &[&str] = &[
+        "684b01027600000083a776657273696f6e01a466726f6d85a6656e67696e65a670305f647031ab696e6361726e61",
+        "74696f6ecf1122334455667788a764705f72616e6b01a774705f73697a6502a770705f73697a6501a570726f6f66",
+        "c4200606060606060606060606060606060606060606060606060606060606060606",
+    ];
+    for (mut message, hex) in samples().into_iter().zip([HELLO, ACCEPT]) {
+        if let Message::Hello(hello) = &mut message {
+            hello.nonce = Some(vec![5; 32]);
+        }
+        if let Message::Accept(accept) = &mut message {
+            accept.proof = Some(vec![6; 32]);
+        }
+        let frame = message.to_frame().expect("encodes");
+        assert_eq!(hex::encode(&frame), hex.concat());
+        assert_eq!(read(&frame), Ok(vec![message]));
     }
 }

@@ -273,6 +273,11 @@ fn lengths_beyond_the_payload_set_nothing_aside() {
         framed(Kind::Ack, &map(&[("transfer_id", &id), ("ranks", &list)])),
         framed(Kind::Release, &map(&[("transfer_id", &text)])),
         framed(Kind::Hello, &map(&[("compat_digest", &bytes)])),
+        framed(Kind::Hello, &map(&[("nonce", &bytes)])),
+        framed(Kind::Accept, &map(&[("proof", &bytes)])),
+        framed(Kind::Challenge, &map(&[("nonce", &bytes)])),
+        framed(Kind::Challenge, &map(&[("nonce", &list)])),
+        framed(Kind::Proof, &map(&[("proof", &bytes)])),
         framed(Kind::Reject, &map(&[("fields", &pairs)])),
         framed(Kind::Granted, &map(&[("block_ids", &list)])),
         framed(Kind::Layout, &map(&[("workers", &list)])),
@@ -390,7 +395,7 @@ proptest! {
     }
 
     #[test]
-    fn random_payloads_never_panic(kind in 1..14u8, bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn random_payloads_never_panic(kind in 1..16u8, bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let kind = Kind::from_byte(kind).expect("a control kind");
         let _ = read(&framed(kind, &bytes));
     }

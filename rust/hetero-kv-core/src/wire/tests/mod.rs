@@ -11,8 +11,8 @@ use crate::ids::{
 use crate::testing::{card, fields};
 use crate::wire::card::{Endpoints, ProcessEndpoint, TcpEndpoint, WorkerCard};
 use crate::wire::message::{
-    Accept, Ack, Claim, EngineIdentity, Gone, GoneReason, Granted, Hello, Layout, Message, Reject,
-    RejectCode, Release, Renew,
+    Accept, Ack, Challenge, Claim, EngineIdentity, Gone, GoneReason, Granted, Hello, Layout,
+    Message, Proof, Reject, RejectCode, Release, Renew,
 };
 
 fn prefill() -> EngineIdentity {
@@ -70,10 +70,12 @@ fn samples() -> Vec<Message> {
             expect_incarnation: prefill().incarnation,
             any_engine: false,
             compat_digest: vec![9; 32],
+            nonce: None,
         })),
         Message::Accept(Accept {
             version: 1,
             from: prefill(),
+            proof: None,
         }),
         Message::Reject(Box::new(Reject {
             code: RejectCode::Incompatible,
@@ -122,6 +124,8 @@ fn samples() -> Vec<Message> {
         Message::Ping,
         Message::Pong,
         Message::Bye,
+        Message::Challenge(Challenge { nonce: vec![5; 32] }),
+        Message::Proof(Proof { proof: vec![6; 32] }),
     ]
 }
 
