@@ -8,8 +8,8 @@
 //! first 10^5.
 //!
 //! `told` is the same where workers tell of themselves, two models in two revisions each, revisions
-//! have weights, and all engines say their load: a decision is then also the finding of those workers
-//! of both roles that go together.
+//! have weights, and engines say their load, another one anew before each decision: a decision is then
+//! also the finding of those workers of both roles that go together.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -79,6 +79,16 @@ fn ask(key: &RequestKey) -> Ask<'_> {
     }
 }
 
+/// An engine says that it has so many requests of others on each rank.
+fn say_load(pool: &mut Pool, worker: usize, requests: u32) {
+    let load = EngineLoad {
+        requests,
+        cache_used: worker as u16 * 10,
+    };
+    let loads = [load; RANKS as usize];
+    pool.on_scraped(InstanceIndex(worker), &loads, &[0; RANKS as usize], 0);
+}
+
 /// What workers of both roles tell.
 struct Told {
     kinds: Kinds,
@@ -99,12 +109,7 @@ impl Told {
                     .with(Field::Dtype, "bfloat16");
                 let kind = kinds.enter(&traits);
                 pool.set_kind(InstanceIndex(worker), kind);
-                let load = EngineLoad {
-                    requests: worker as u32 % 5,
-                    cache_used: worker as u16 * 10,
-                };
-                let loads = [load; RANKS as usize];
-                pool.on_scraped(InstanceIndex(worker), &loads, &[0; RANKS as usize], 0);
+                say_load(pool, worker, worker as u32 % 5);
             }
         }
         let weights = Weights::parse("a=95,b=5").expect("invariant: valid");
@@ -150,6 +155,9 @@ fn time(policy: PolicyKind, told: bool) -> Vec<Duration> {
         text[..8].copy_from_slice(&conversation.to_le_bytes());
         let bytes = 200 << draws.below(8);
         let prompt = &text[..bytes];
+        if told.is_some() {
+            say_load(&mut pool, times.len() % WORKERS, draws.below(5) as u32);
+        }
         let start = Instant::now();
         let key = match policy.reads_key() {
             true => keys(black_box(prompt)),

@@ -176,70 +176,101 @@ impl KindId {
 
 /// A set of kinds.
 #[derive(Debug, Clone, Default)]
-pub struct KindSet(Vec<u64>);
+pub struct KindSet {
+    /// The first kinds, in place: requests make sets, and seldom are there more.
+    first: u64,
+    rest: Vec<u64>,
+}
+
+/// Kinds that share a word.
+const WORD: usize = u64::BITS as usize;
 
 impl KindSet {
     /// Adds a kind.
     pub fn insert(&mut self, kind: KindId) {
-        let word = kind.0 / 64;
-        if self.0.len() <= word {
-            self.0.resize(word + 1, 0);
+        if kind.0 / WORD > self.rest.len() {
+            self.rest.resize(kind.0 / WORD, 0);
         }
-        self.0[word] |= 1 << (kind.0 % 64);
+        if let Some(word) = self.word_mut(kind) {
+            *word |= 1 << (kind.0 % WORD);
+        }
     }
 
     /// Takes a kind out.
     pub fn remove(&mut self, kind: KindId) {
-        if let Some(word) = self.0.get_mut(kind.0 / 64) {
-            *word &= !(1 << (kind.0 % 64));
+        if let Some(word) = self.word_mut(kind) {
+            *word &= !(1 << (kind.0 % WORD));
+        }
+    }
+
+    fn word_mut(&mut self, kind: KindId) -> Option<&mut u64> {
+        match (kind.0 / WORD).checked_sub(1) {
+            None => Some(&mut self.first),
+            Some(at) => self.rest.get_mut(at),
         }
     }
 
     /// Whether a kind is in it.
     pub fn contains(&self, kind: KindId) -> bool {
-        let word = self.0.get(kind.0 / 64);
-        word.is_some_and(|word| word >> (kind.0 % 64) & 1 == 1)
+        let word = match (kind.0 / WORD).checked_sub(1) {
+            None => self.first,
+            Some(at) => self.rest.get(at).copied().unwrap_or(0),
+        };
+        word >> (kind.0 % WORD) & 1 == 1
+    }
+
+    fn words(&self) -> impl Iterator<Item = u64> + '_ {
+        [self.first].into_iter().chain(self.rest.iter().copied())
     }
 
     /// Whether the same kinds are in both.
     pub(super) fn is_same(&self, other: &Self) -> bool {
-        let (short, long) = match self.0.len() < other.0.len() {
-            true => (&self.0, &other.0),
-            false => (&other.0, &self.0),
+        let (short, long) = match self.rest.len() < other.rest.len() {
+            true => (&self.rest, &other.rest),
+            false => (&other.rest, &self.rest),
         };
-        let (shared, rest) = long.split_at(short.len());
-        short == shared && rest.iter().all(|word| *word == 0)
+        let (shared, more) = long.split_at(short.len());
+        self.first == other.first && short == shared && more.iter().all(|word| *word == 0)
     }
 
     /// Becomes the same as another, in the memory that it has.
     pub(super) fn copy(&mut self, other: &Self) {
-        self.0.clear();
-        self.0.extend_from_slice(&other.0);
+        self.first = other.first;
+        self.rest.clone_from(&other.rest);
     }
 
     /// Whether no kind is in it.
     pub fn is_empty(&self) -> bool {
-        self.0.iter().all(|word| *word == 0)
+        self.words().all(|word| word == 0)
     }
 
     /// Whether some kind is in both.
     pub fn meets(&self, other: &Self) -> bool {
-        self.0.iter().zip(&other.0).any(|(one, two)| one & two != 0)
+        self.words()
+            .zip(other.words())
+            .any(|(one, two)| one & two != 0)
     }
 
     /// Those that are in both.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
-        Self(self.0.iter().zip(&other.0).map(|(a, b)| a & b).collect())
+        let rest = self.rest.iter().zip(&other.rest);
+        Self {
+            first: self.first & other.first,
+            rest: rest.map(|(one, two)| one & two).collect(),
+        }
     }
 
     /// Its kinds, in order.
     pub fn iter(&self) -> impl Iterator<Item = KindId> + '_ {
-        self.0.iter().enumerate().flat_map(|(at, word)| {
-            let word = *word;
-            (0..64)
-                .filter(move |bit| word >> bit & 1 == 1)
-                .map(move |bit| KindId(at * 64 + bit))
+        self.words().enumerate().flat_map(|(at, word)| {
+            let mut left = word;
+            std::iter::from_fn(move || {
+                let bit = left.trailing_zeros() as usize;
+                let any = left != 0;
+                left &= left.wrapping_sub(1);
+                any.then_some(KindId(at * WORD + bit))
+            })
         })
     }
 }

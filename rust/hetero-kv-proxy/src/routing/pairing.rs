@@ -49,13 +49,11 @@ impl Fit {
         now_ms: u64,
     ) -> Result<Self, NoSlot> {
         let named = bound.only.map(|kind| KindSet::from_iter([kind]));
-        let prefills = named
-            .as_ref()
-            .map_or_else(|| prefill.kinds(), KindSet::clone);
-        let prefills = of_model(kinds, &prefills, bound.model)?;
-        let prefills = prefills.and(&prefill.routable_kinds());
-        let decodes = of_model(kinds, &decode.kinds(), bound.model)?;
-        let decodes = decodes.and(&decode.routable_kinds());
+        let prefills = named.as_ref().unwrap_or_else(|| prefill.kinds());
+        let prefills = of_model(kinds, prefills, bound.model)?;
+        let prefills = prefills.and(prefill.routable_kinds());
+        let decodes = of_model(kinds, decode.kinds(), bound.model)?;
+        let decodes = decodes.and(decode.routable_kinds());
         let decodes = match bound.only {
             Some(kind) => same_revision(kinds, decodes, bound.draw, kinds.traits(kind)),
             None => decodes,
@@ -116,8 +114,8 @@ impl Fit {
         bound: &Bound<'_>,
         now_ms: u64,
     ) -> Result<Self, NoSlot> {
-        let decodes = of_model(kinds, &decode.kinds(), bound.model)?;
-        let decodes = decodes.and(&decode.routable_kinds());
+        let decodes = of_model(kinds, decode.kinds(), bound.model)?;
+        let decodes = decodes.and(decode.routable_kinds());
         let fitting = match bound.peer {
             Some(prefill) => {
                 let fitting = kinds.going_with(prefill, &decodes);

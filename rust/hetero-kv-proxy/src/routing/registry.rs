@@ -1,8 +1,9 @@
 //! The instances of one role as they come and go, and their slots.
 
 use super::policy::{Policy, PolicyKind, Round, slot_identity};
-use super::{Health, HealthRules, InstanceIndex, KindId, KindSet, Role};
+use super::{Health, HealthRules, InstanceIndex, KindId, Role};
 
+mod census;
 mod instance;
 mod leg;
 mod loads;
@@ -19,6 +20,7 @@ pub use settings::PoolSettings;
 pub use view::InstanceView;
 pub use weight::WORKER_WEIGHT_MAX;
 
+use census::Census;
 use instance::{Instance, Rank};
 use loads::{Elsewhere, Told};
 use reach::Reach;
@@ -35,6 +37,7 @@ pub struct Pool {
     instances: Vec<Instance>,
     /// One more than the last index given; none is given twice.
     next: usize,
+    census: Census,
     slots: Vec<Slot>,
     /// What the policy sees of them.
     round: Round,
@@ -75,6 +78,7 @@ impl Pool {
             legs_max: u32::MAX,
             instances: Vec::new(),
             next: 0,
+            census: Census::default(),
             slots: Vec::new(),
             round: Round::default(),
             reach: Reach::default(),
@@ -150,8 +154,14 @@ impl Pool {
             slot_identity(&instance.spec.url, slot.rank)
         });
         self.round = Round::new(placed.collect());
-        self.reach.forget();
         self.told.forget();
+        self.changed();
+    }
+
+    /// Who there is, who takes legs, or how good one is has changed.
+    fn changed(&mut self) {
+        self.reach.forget();
+        self.census.count(&self.instances);
     }
 
     fn position(&self, instance: InstanceIndex) -> Option<usize> {
@@ -169,7 +179,7 @@ impl Pool {
     pub fn set_kind(&mut self, instance: InstanceIndex, kind: KindId) {
         if let Some(known) = self.get_mut(instance) {
             known.kind = kind;
-            self.reach.forget();
+            self.changed();
         }
     }
 
@@ -177,11 +187,6 @@ impl Pool {
     pub fn kind(&self, instance: InstanceIndex) -> Option<KindId> {
         let at = self.position(instance)?;
         Some(self.instances[at].kind)
-    }
-
-    /// The kinds of all instances.
-    pub fn kinds(&self) -> KindSet {
-        self.instances.iter().map(|known| known.kind).collect()
     }
 
     /// Whether an instance takes legs at all; `None` where it is not there.
@@ -194,7 +199,7 @@ impl Pool {
     pub fn set_standing(&mut self, instance: InstanceIndex, standing: Standing) {
         if let Some(known) = self.get_mut(instance) {
             known.standing = standing;
-            self.reach.forget();
+            self.changed();
         }
     }
 }

@@ -120,14 +120,26 @@ impl Pool {
         elsewhere.sums = (elsewhere.ranks.iter()).fold((0, 0), |(requests, used), rank| {
             (requests + u64::from(rank.0), used + u64::from(rank.1))
         });
-        // The mean goes by it, too, and who is silent by the mean.
-        if self.told.guesses || !elsewhere.counts {
+        if !self.reads_load {
+            return;
+        }
+        if !elsewhere.counts {
             self.told.forget();
             return;
         }
         let stale_ms = elsewhere.stale_ms(self.load_fresh_ms).unwrap_or_default();
         self.told.span.end_at(stale_ms);
         self.show_ranks(at);
+        let mean = match self.told.guesses {
+            true => self.elsewhere_mean(),
+            false => self.told.mean,
+        };
+        if mean != self.told.mean {
+            self.told.mean = mean;
+            let silent = |at: &usize| !self.instances[*at].elsewhere.counts;
+            let silent: Vec<usize> = (0..self.instances.len()).filter(silent).collect();
+            silent.into_iter().for_each(|at| self.show_ranks(at));
+        }
     }
 
     /// Brings the loads in the round to `now_ms`.

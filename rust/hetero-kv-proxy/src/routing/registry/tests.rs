@@ -3,7 +3,7 @@
 mod plain;
 
 use super::super::policy::{KeyParts, RequestKey};
-use super::super::{BreakerRules, EngineLoad, Field, Kinds, LegFault, Traits};
+use super::super::{BreakerRules, EngineLoad, Field, KindSet, Kinds, LegFault, Traits};
 use super::*;
 use plain::{Plain, PlainLeg};
 use proptest::prelude::*;
@@ -13,8 +13,8 @@ const RULES: HealthRules = HealthRules {
     failures_max: 2,
     fresh_ms: 500,
     breaker: BreakerRules {
-        failures_max: 2,
-        open_ms: 300,
+        failures_max: 1,
+        open_ms: 150,
     },
 };
 const KINDS: usize = 3;
@@ -204,6 +204,17 @@ impl Both {
             now_ms: self.now_ms - wish.ago_ms,
         };
         prop_assert_eq!(self.pool.outlook(&ask), self.plain.outlook(&ask));
+        if let Some(among) = &among {
+            let best = self.pool.best_tier(among, ask.now_ms);
+            prop_assert_eq!(best, self.plain.best_tier(among, ask.now_ms));
+        }
+        let takes_some = !self.pool.routable().is_empty();
+        prop_assert_eq!(self.pool.has_routable(), takes_some);
+        for kind in &self.kinds {
+            let (all, routable) = self.plain.has_kind(*kind);
+            prop_assert_eq!(self.pool.kinds().contains(*kind), all);
+            prop_assert_eq!(self.pool.routable_kinds().contains(*kind), routable);
+        }
         let (picked, plain) = (self.pool.pick(&ask), self.plain.pick(&ask));
         self.compare(picked, plain)
     }
@@ -348,6 +359,30 @@ impl Both {
             | Event::Come(..)
             | Event::Set(..) => {}
         }
+    }
+}
+
+#[test]
+fn a_trial_that_ends_without_a_verdict_makes_way_for_the_next() {
+    let specs = (0..2).map(|number| spec(number, 1)).collect();
+    let mut pool = Pool::new(Role::Decode, specs, PolicyKind::RoundRobin, RULES);
+    let bad = InstanceIndex(0);
+    pool.on_failed(bad, LegFault::Failed, 0, 0);
+    let trials = |pool: &mut Pool| -> Vec<Picked> {
+        let ask = Ask {
+            key: &RequestKey::default(),
+            avoid: &[],
+            shun: &[],
+            among: None,
+            now_ms: 150,
+        };
+        let picked = (0..4).map(|_| pool.pick(&ask).expect("a slot"));
+        picked.filter(|leg| leg.instance == bad).collect()
+    };
+    for _ in 0..3 {
+        let trials = trials(&mut pool);
+        assert_eq!(trials.len(), 1);
+        pool.release(trials[0].slot);
     }
 }
 

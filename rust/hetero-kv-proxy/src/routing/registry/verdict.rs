@@ -1,8 +1,7 @@
 //! What probes and legs say of instances.
 
-use super::super::{Health, HealthRules, HealthState, InstanceIndex, KindSet, LegFault};
+use super::super::{Health, HealthRules, HealthState, InstanceIndex, LegFault};
 use super::Pool;
-use super::instance::Instance;
 
 impl Pool {
     /// Something was seen of an instance. Most of it changes nothing of where legs may go.
@@ -14,7 +13,7 @@ impl Pool {
         let (before, was_routable) = (known.health.grade(), known.is_routable());
         seen(&mut known.health, &rules);
         if (before, was_routable) != (known.health.grade(), known.is_routable()) {
-            self.reach.forget();
+            self.changed();
         }
     }
 
@@ -78,20 +77,6 @@ impl Pool {
 
     /// Whether any instance takes legs at this moment.
     pub fn has_routable(&self) -> bool {
-        self.instances.iter().any(Instance::is_routable)
-    }
-
-    /// The kinds of the instances that take legs at this moment.
-    pub fn routable_kinds(&self) -> KindSet {
-        let routable = self.instances.iter().filter(|known| known.is_routable());
-        routable.map(|known| known.kind).collect()
-    }
-
-    /// How good the best instance of these kinds is that takes legs, lower being better; `None`
-    /// where there is none.
-    pub fn best_tier(&self, among: &KindSet, now_ms: u64) -> Option<u8> {
-        let fits = |known: &&Instance| known.is_routable() && among.contains(known.kind);
-        let fitting = self.instances.iter().filter(fits);
-        fitting.map(|known| known.health.tier(now_ms)).min()
+        !self.census.takes_none()
     }
 }

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use super::super::super::policy::{LEGS_FREE, PolicyKind, RequestKey, slot_identity};
 use super::super::super::{
-    EngineLoad, Health, HealthRules, InstanceIndex, KindId, NoSlot, Outlook, PoolSettings, Role,
+    EngineLoad, Health, HealthRules, InstanceIndex, KindId, KindSet, NoSlot, Outlook, PoolSettings,
+    Role,
 };
 use super::super::{Ask, InstanceSpec, Standing, Trust};
 
@@ -170,6 +171,21 @@ impl Plain {
         for rank in &mut known.ranks {
             rank.due = rank.due.min(first);
         }
+    }
+
+    /// Whether an instance is of this kind, and whether one that takes legs is.
+    pub(super) fn has_kind(&self, kind: KindId) -> (bool, bool) {
+        let of_kind = || self.instances.iter().filter(|known| known.kind == kind);
+        (
+            of_kind().next().is_some(),
+            of_kind().any(PlainInstance::is_routable),
+        )
+    }
+
+    pub(super) fn best_tier(&self, among: &KindSet, now_ms: u64) -> Option<u8> {
+        let routable = self.instances.iter().filter(|known| known.is_routable());
+        let fitting = routable.filter(|known| among.contains(known.kind));
+        fitting.map(|known| known.health.tier(now_ms)).min()
     }
 
     pub(super) fn outlook(&self, ask: &Ask<'_>) -> Result<Outlook, NoSlot> {
