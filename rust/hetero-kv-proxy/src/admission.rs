@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
 use crate::pairs;
-use crate::routing::{Line, NoSlot, Role};
+use crate::routing::{Line, NoSlot, Role, Wants};
 use crate::seats::{Seat, Seats};
 use crate::slots::{Slots, Want};
 use crate::sync::lock;
@@ -149,7 +149,11 @@ impl Admission {
                 .try_slots(want)
                 .map_err(|none| refusal(none, want).unwrap_or_else(full));
         }
-        let wants = want.wants();
+        let model = want.bound.model;
+        let wants = Wants {
+            lane: model.and_then(|model| lock(&app.kinds).lane(model)),
+            ..want.wants()
+        };
         let place = {
             let mut waiting = lock(&self.line);
             let number = ticket.number(&mut waiting.line);

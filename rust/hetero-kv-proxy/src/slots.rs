@@ -56,6 +56,7 @@ impl Want<'_> {
         Wants {
             prefill: self.prefill.is_some(),
             decode: self.decode.is_some(),
+            lane: None,
         }
     }
 }

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use http::StatusCode;
 use http_body_util::BodyExt;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -16,19 +17,26 @@ use crate::app::App;
 use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
 use crate::lease::SlotLease;
-use crate::legs::{Attempt, Call, Failure, after_failure, no_engine, read_answer, slot};
+use crate::legs::{
+    Attempt, Call, Failure, Unreadable, after_failure, after_unreadable, no_engine, read_answer,
+    slot, tries_elsewhere,
+};
 use crate::openai::error::ApiError;
+use crate::openai::usage::Cached;
 use crate::random::random_hex;
-use crate::routing::{Flow, LegFault, Role};
+use crate::routing::{Flow, InstanceIndex, LegFault, Role};
 use crate::slots::Slots;
 use crate::stream::outcome_of;
 use crate::upstream::{self, SendError};
 
 /// How a prefill leg ended.
 enum Prefill {
-    Good,
-    /// Any other status, or an answer that broke off.
-    Failed(Failure),
+    /// With its count of cached tokens, where it tells one.
+    Good(Option<Cached>),
+    /// Any other status, and what the client is told of it.
+    Refused(SlotLease, StatusCode, Failure),
+    /// An answer that cannot be read.
+    Unread(InstanceIndex, Unreadable),
     /// No response head.
     NotSent(SlotLease, SendError),
 }
@@ -43,13 +51,15 @@ pub(crate) async fn both_legs(
 ) -> Result<DecodeHead, Failure> {
     let (mut prefill_next, mut decode_next) = (Attempt::default(), Attempt::default());
     let mut taken = Some(slots);
+    // An engine's own words, which say more than that another could not be reached.
+    let mut refusal: Option<Failure> = None;
     loop {
         let slots = match taken.take() {
             Some(slots) => slots,
             None => {
                 let tried = |role| flow.tried(role);
-                call.pair_again(tried(Role::Prefill), tried(Role::Decode))
-                    .await?
+                let again = call.pair_again(tried(Role::Prefill), tried(Role::Decode));
+                again.await.map_err(|none| told(&mut refusal, none))?
             }
         };
         let prefill_lease = slots.prefill.ok_or_else(|| no_engine(Role::Prefill))?;
@@ -82,36 +92,75 @@ pub(crate) async fn both_legs(
         )
         .await
         {
-            Ok((answer, early)) => {
-                let passed_on = !answer.head.status.is_success();
+            Ok(begun) => {
+                let status = begun.answer.head.status;
+                // Of this pair nothing was read, and the next has blocks of its own.
+                if tries_elsewhere(&call, &mut flow, &decode_lease, false, status) {
+                    decode_lease.end(outcome_of(status));
+                    if let Ok(body) = read_answer(&call.app, begun.answer.body).await {
+                        refusal = Some(call.passed_on(begun.answer.head, body));
+                    }
+                    decode_next = Attempt::default();
+                    continue;
+                }
+                let passed_on = !status.is_success();
                 return Ok(DecodeHead {
                     source: Some(source),
-                    early,
+                    early: begun.early,
+                    cached: begun.cached.filter(|_| !passed_on),
                     // A refused leg is the answer: prefill's is closed now.
                     prefill: (!passed_on).then_some(running),
-                    ..DecodeHead::claiming(answer, decode_lease)
+                    ..DecodeHead::claiming(begun.answer, decode_lease)
                 });
             }
-            Err(Broken::Answer(failure)) => return Err(failure),
+            Err(Broken::Refused(lease, status, failure)) => {
+                let again = tries_elsewhere(&call, &mut flow, &lease, false, status);
+                lease.end(outcome_of(status));
+                if !again {
+                    return Err(*failure);
+                }
+                refusal = Some(*failure);
+                prefill_next = Attempt::default();
+            }
+            Err(Broken::Unread(instance, fault)) => {
+                after_unreadable(&call, &mut flow, instance, fault)
+                    .map_err(|error| told(&mut refusal, error))?;
+                prefill_next = Attempt::default();
+            }
             Err(Broken::Prefill(lease, error)) => {
-                prefill_next = after_failure(&call, &mut flow, *lease, false, error)?;
+                prefill_next = after_failure(&call, &mut flow, *lease, false, error)
+                    .map_err(|failure| told(&mut refusal, failure))?;
             }
             Err(Broken::Decode(error)) => {
-                decode_next = after_failure(&call, &mut flow, decode_lease, true, error)?;
+                decode_next = after_failure(&call, &mut flow, decode_lease, false, error)
+                    .map_err(|failure| told(&mut refusal, failure))?;
             }
         }
     }
 }
 
+/// What the client is told in the end: the last refusal of an engine, if there was one.
+fn told(refusal: &mut Option<Failure>, failure: impl Into<Failure>) -> Failure {
+    refusal.take().unwrap_or_else(|| failure.into())
+}
+
 /// Why a pair of legs gives no answer.
 enum Broken {
-    /// This is what the client is told.
-    Answer(Failure),
+    /// Prefill's answer, and what the client is told of it.
+    Refused(Box<SlotLease>, StatusCode, Box<Failure>),
+    Unread(InstanceIndex, Unreadable),
     Prefill(Box<SlotLease>, SendError),
     Decode(SendError),
 }
 
-type Begun = (upstream::Answer, Option<Bytes>);
+/// A decode answer that the client's may begin with.
+struct Begun {
+    answer: upstream::Answer,
+    /// Data of its body that was read already.
+    early: Option<Bytes>,
+    /// Prefill's count of cached tokens, where it has told one by then.
+    cached: Option<Cached>,
+}
 
 /// Waits for one pair of legs; the decode leg is closed when this returns an error.
 async fn pair(
@@ -121,40 +170,50 @@ async fn pair(
     fresh: bool,
     mut prefill: oneshot::Receiver<Prefill>,
 ) -> Result<Begun, Broken> {
-    let mut prefilled = false;
+    // Once prefill has ended well.
+    let mut prefilled = None;
     let mut sending = Box::pin(call.send_decode(lease, Some(leg), fresh));
     let mut answer = loop {
         tokio::select! {
-            ended = &mut prefill, if !prefilled => prefilled = well(ended)?,
+            ended = &mut prefill, if prefilled.is_none() => prefilled = Some(well(ended)?),
             head = &mut sending => break head.map_err(Broken::Decode)?,
         }
     };
-    if !answer.head.status.is_success() || prefilled {
-        return Ok((answer, None));
+    let begun = |answer, early, cached| Begun {
+        answer,
+        early,
+        cached,
+    };
+    if !answer.head.status.is_success() || prefilled.is_some() {
+        return Ok(begun(answer, None, prefilled.flatten()));
     }
     loop {
         tokio::select! {
             ended = &mut prefill => {
-                well(ended)?;
-                return Ok((answer, None));
+                let cached = well(ended)?;
+                return Ok(begun(answer, None, cached));
             }
             frame = answer.body.frame() => match frame {
                 Some(Ok(frame)) => if let Ok(data) = frame.into_data() {
-                    return Ok((answer, Some(data)));
+                    return Ok(begun(answer, Some(data), None));
                 },
                 // The stream tells the client.
-                Some(Err(_)) | None => return Ok((answer, None)),
+                Some(Err(_)) | None => return Ok(begun(answer, None, None)),
             },
         }
     }
 }
 
-/// Whether the prefill leg ended well. A leg that was closed since the client left counts as one:
-/// the decode leg is then waited for on its own.
-fn well(ended: Result<Prefill, oneshot::error::RecvError>) -> Result<bool, Broken> {
+/// What a prefill leg that ended well tells of cached tokens. A leg that was closed since the client
+/// left counts as one: the decode leg is then waited for on its own.
+fn well(ended: Result<Prefill, oneshot::error::RecvError>) -> Result<Option<Cached>, Broken> {
     match ended {
-        Ok(Prefill::Good) | Err(_) => Ok(true),
-        Ok(Prefill::Failed(failure)) => Err(Broken::Answer(failure)),
+        Ok(Prefill::Good(cached)) => Ok(cached),
+        Err(_) => Ok(None),
+        Ok(Prefill::Refused(lease, status, failure)) => {
+            Err(Broken::Refused(Box::new(lease), status, Box::new(failure)))
+        }
+        Ok(Prefill::Unread(instance, fault)) => Err(Broken::Unread(instance, fault)),
         Ok(Prefill::NotSent(lease, error)) => Err(Broken::Prefill(Box::new(lease), error)),
     }
 }
@@ -211,16 +270,16 @@ async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefi
             if fault.is_fault() {
                 lease.note_failed(LegFault::Failed);
             }
+            let instance = lease.picked.instance;
             lease.end(fault.outcome());
-            return Prefill::Failed(fault.of_prefill().into());
+            return Prefill::Unread(instance, fault);
         }
     };
-    if status.is_success() {
-        lease.note_served();
-    }
-    lease.end(outcome_of(status));
     if !status.is_success() {
-        return Prefill::Failed(call.passed_on(answer.head, body));
+        let failure = call.passed_on(answer.head, body);
+        return Prefill::Refused(lease, status, failure);
     }
-    Prefill::Good
+    lease.note_served();
+    lease.end(outcome_of(status));
+    Prefill::Good(Cached::of_prefill(&body, call.route))
 }

@@ -1,7 +1,10 @@
 //! What workers tell of themselves that the two of a pair must agree on, and who goes with whom.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
+
+use super::line::Lane;
 
 /// Something that a worker may tell of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -354,6 +357,39 @@ impl Kinds {
     /// The kinds of decode worker that go with a prefill worker of this kind.
     pub fn decodes(&self, prefill: KindId) -> &KindSet {
         &self.0[prefill.0].decodes
+    }
+
+    /// The lane of requests for `model`: workers of one model serve no other. None where a worker
+    /// tells no model, since it may serve all, and where names that share one are told.
+    pub fn lane(&self, model: &str) -> Option<Lane> {
+        let present = || self.0.iter().filter(|kind| kind.workers > 0);
+        let mut own = None;
+        for kind in present() {
+            let told = kind.traits.get(Field::Model)?;
+            if kind.traits.serves(model) == Some(true) {
+                match own {
+                    None => own = Some(told),
+                    Some(known) if known == told => {}
+                    Some(_) => return None,
+                }
+            }
+        }
+        let own = own?;
+        let shares = |kind: &Kind| {
+            let told = kind.traits.get(Field::Model);
+            let other = told != Some(own);
+            other
+                && own
+                    .split('|')
+                    .any(|name| kind.traits.serves(name) == Some(true))
+        };
+        if present().any(shares) {
+            return None;
+        }
+        let mut hasher = DefaultHasher::new();
+        own.hash(&mut hasher);
+        // Two that hash alike share a lane, which is only slower.
+        Some(Lane(hasher.finish()))
     }
 
     /// Those of `decodes` that go with a prefill worker that tells `prefill`, which may have gone.

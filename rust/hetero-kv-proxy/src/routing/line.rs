@@ -1,6 +1,10 @@
 //! Who waits for a slot, in which order.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+
+/// Requests of one lane want the same workers; those of two lanes never do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Lane(pub(super) u64);
 
 /// Which roles a request wants a slot of, all at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,9 +13,17 @@ pub struct Wants {
     pub prefill: bool,
     /// A decode slot.
     pub decode: bool,
+    /// Of which workers; without a lane it may be any, and all lanes are in its way.
+    pub lane: Option<Lane>,
 }
 
 impl Wants {
+    /// Whether both may want the same slot.
+    fn meets(self, other: Self) -> bool {
+        let apart = matches!((self.lane, other.lane), (Some(own), Some(other)) if own != other);
+        !apart && self.any_of(other)
+    }
+
     fn any_of(self, other: Self) -> bool {
         (self.prefill && other.prefill) || (self.decode && other.decode)
     }
@@ -20,16 +32,14 @@ impl Wants {
         Self {
             prefill: self.prefill || other.prefill,
             decode: self.decode || other.decode,
+            lane: None,
         }
     }
 
     const NONE: Self = Self {
         prefill: false,
         decode: false,
-    };
-    const BOTH: Self = Self {
-        prefill: true,
-        decode: true,
+        lane: None,
     };
 }
 
@@ -38,9 +48,9 @@ impl Wants {
 #[error("the queue is full")]
 pub struct Full;
 
-/// A bounded line, first come, first served: who wants a role that an earlier one waits for stands
-/// behind it, also where there would be room. Otherwise those who want less would starve those
-/// who want more.
+/// A bounded line, first come, first served: who wants a role that an earlier one of its lane waits
+/// for stands behind it, also where there would be room. Otherwise those who want less would starve
+/// those who want more.
 #[derive(Debug)]
 pub struct Line {
     /// By number, which is the order of service.
@@ -84,16 +94,28 @@ impl Line {
     /// Whether nobody before `number` wants any of `wants`.
     pub fn is_next(&self, number: u64, wants: Wants) -> bool {
         let mut earlier = self.waiting.range(..number);
-        !earlier.any(|(_, known)| known.any_of(wants))
+        !earlier.any(|(_, known)| known.meets(wants))
     }
 
-    /// Takes a place. `others` wait elsewhere and count against the length.
+    /// Takes a place. `others` wait elsewhere and count against the length. A lane has at most three
+    /// quarters of it: what is left is for the others.
     ///
     /// # Errors
     /// [`Full`].
     pub fn enter(&mut self, number: u64, wants: Wants, others: usize) -> Result<(), Full> {
         if self.waiting.len() + others >= self.max {
             return Err(Full);
+        }
+        // Counted only where it may be too long.
+        let lane_max = self.max - self.max / 4;
+        if wants.lane.is_some() && self.waiting.len() >= lane_max {
+            let of_lane = self
+                .waiting
+                .values()
+                .filter(|known| known.lane == wants.lane);
+            if of_lane.count() >= lane_max {
+                return Err(Full);
+            }
         }
         self.waiting.insert(number, wants);
         Ok(())
@@ -107,15 +129,29 @@ impl Line {
     /// Those whom nobody stands before: who may be served when room comes.
     pub fn heads(&self) -> Vec<u64> {
         let mut heads = Vec::new();
-        let mut taken = Wants::NONE;
+        // By those in front: of no lane, of each, and of any.
+        let (mut common, mut all) = (Wants::NONE, Wants::NONE);
+        let mut lanes: HashMap<Lane, Wants> = HashMap::new();
         for (number, wants) in &self.waiting {
-            if taken == Wants::BOTH {
+            if common.prefill && common.decode {
                 break;
             }
-            if !taken.any_of(*wants) {
+            let in_front = match wants.lane {
+                None => all,
+                Some(lane) => {
+                    let own = lanes.entry(lane).or_insert(Wants::NONE);
+                    let in_front = common.and(*own);
+                    *own = own.and(*wants);
+                    in_front
+                }
+            };
+            if !in_front.any_of(*wants) {
                 heads.push(*number);
             }
-            taken = taken.and(*wants);
+            if wants.lane.is_none() {
+                common = common.and(*wants);
+            }
+            all = all.and(*wants);
         }
         heads
     }

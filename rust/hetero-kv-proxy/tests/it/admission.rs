@@ -273,3 +273,54 @@ async fn what_is_relayed_counts_against_the_limit_of_decode() {
     }
     assert_eq!((d.count(), d.peak()), (6, 1));
 }
+
+/// A burst of one model fills its own workers and its part of the queue, and nobody else's.
+#[tokio::test]
+async fn a_burst_of_one_model_leaves_the_others_their_workers_and_room_in_the_queue() {
+    let blocks = Blocks::default();
+    let mut engines = Vec::new();
+    for _ in 0..2 {
+        let p = Engine::prefill(&blocks).await;
+        engines.push((p, Engine::decode(&blocks).await));
+    }
+    let named = |url: String, at: usize| format!("{url},model={}", ["a", "b"][at]);
+    let urls_of = |role: fn(&(Engine, Engine)) -> &Engine| {
+        let urls = engines.iter().map(role).map(Engine::url).enumerate();
+        urls.map(|(at, url)| named(url, at)).collect::<Vec<_>>()
+    };
+    let settings = Settings {
+        prefill_requests_max: Some(1),
+        queue_max: Some(4),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls_of(|pair| &pair.0), &urls_of(|pair| &pair.1)).await;
+    let body = |model: &str| format!(r#"{{"model":"{model}","prompt":"hello","max_tokens":8}}"#);
+    engines[0].0.always(Script::Silence);
+    let mut burst = Vec::new();
+    for at in 0..4 {
+        burst.push(send(&proxy, &body("a")).await);
+        until("it runs or waits", || {
+            engines[0].0.count() + waiting(&proxy) > at
+        })
+        .await;
+    }
+    assert_eq!(waiting(&proxy), 3);
+    let start = Instant::now();
+    assert_eq!(post(&proxy, COMPLETIONS, &body("b")).await.status, 200);
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        start.elapsed()
+    );
+    // Three quarters of the queue are the burst's.
+    assert_eq!(post(&proxy, COMPLETIONS, &body("a")).await.status, 429);
+    engines[1].0.once(slow(300, Script::Prefill));
+    let first = send(&proxy, &body("b")).await;
+    until("it runs", || engines[1].0.count() == 2).await;
+    let second = send(&proxy, &body("b")).await;
+    until("it waits", || waiting(&proxy) == 4).await;
+    for reply in [first, second] {
+        assert_eq!(reply.await.expect("a client").status, 200);
+    }
+    assert_eq!(waiting(&proxy), 3);
+}

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::client::Client;
 use crate::connectors::{engine, proxy_of};
-use crate::engine::{Ended, Engine, Script};
+use crate::engine::{BUSY, Ended, Engine, Framing, Script};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
 
 /// What "at once" means on a busy machine.
@@ -138,6 +138,81 @@ async fn decodes_refusal_is_the_answer_and_closes_prefill_at_once() {
     assert_eq!((reply.status, reply.text().as_str()), (400, REFUSAL));
     let took = until("the prefill leg's end", || p.ended(0).is_some()).await;
     assert!(took < AT_ONCE, "{took:?}");
+}
+
+/// Of a pair of which one engine refuses its leg, or breaks off in its answer, nothing reaches the
+/// client: another pair serves it, under an id and with blocks of its own.
+#[tokio::test]
+async fn a_pair_of_which_one_refuses_is_replaced_by_another() {
+    const PART: &str = r#"{"choices":["#;
+    for script in [
+        Script::Busy(429),
+        Script::Busy(503),
+        Script::Busy(504),
+        Script::Truncated(PART, Framing::Length),
+    ] {
+        let (p0, p1, d) = (engine(OK).await, engine(OK).await, engine("{}").await);
+        d.always(slow(answer(200, "{}"), 200));
+        let proxy = proxy_of("moriio-write", &urls(&[&p0, &p1]), &urls(&[&d])).await;
+        p0.once(script.clone());
+        assert_eq!(
+            post(&proxy, COMPLETIONS, PROMPT).await.status,
+            200,
+            "{script:?}"
+        );
+        assert_eq!((p0.count(), p1.count()), (1, 1));
+        assert_ne!(transfer_id(&p0, 0), transfer_id(&p1, 0));
+        assert_eq!(transfer_id(&d, d.count() - 1), transfer_id(&p1, 0));
+        assert_eq!(metric(&proxy, "retries_total{role=\"prefill\"}").await, 1.0);
+    }
+    for status in [429, 503] {
+        let (p, d0, d1) = (engine(OK).await, engine("{}").await, engine("{}").await);
+        p.always(slow(answer(200, OK), 100));
+        let proxy = proxy_of("moriio-write", &urls(&[&p]), &urls(&[&d0, &d1])).await;
+        d0.once(Script::Busy(status));
+        assert_eq!(
+            post(&proxy, COMPLETIONS, PROMPT).await.status,
+            200,
+            "{status}"
+        );
+        assert_eq!((d0.count(), d1.count()), (1, 1));
+        assert_ne!(transfer_id(&d0, 0), transfer_id(&d1, 0));
+        assert_eq!(metric(&proxy, "retries_total{role=\"decode\"}").await, 1.0);
+        // When all refuse, the last refusal is the answer.
+        d0.always(Script::Busy(status));
+        d1.always(Script::Busy(status));
+        let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+        assert_eq!((reply.status, reply.text().as_str()), (status, BUSY));
+        assert_eq!(reply.headers["retry-after"], "7");
+    }
+    // What a decode engine may be running is not run twice.
+    let (p, d0, d1) = (engine(OK).await, engine("{}").await, engine("{}").await);
+    let proxy = proxy_of("moriio-write", &urls(&[&p]), &urls(&[&d0, &d1])).await;
+    for engine in [&d0, &d1] {
+        engine.always(Script::Busy(502));
+    }
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 502);
+    assert_eq!(d0.count() + d1.count(), 1);
+}
+
+/// Prefill's answer is there before decode's as a rule: its blocks were written by then.
+#[tokio::test]
+async fn cached_tokens_are_prefills_where_its_answer_is_there_first() {
+    const PREFILLED: &str =
+        r#"{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}}}"#;
+    const DECODED: &str =
+        r#"{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":9}}}"#;
+    let (p, d) = (engine(PREFILLED).await, engine(DECODED).await);
+    d.always(slow(answer(200, DECODED), 100));
+    let proxy = proxy_of("moriio-write", &urls(&[&p]), &urls(&[&d])).await;
+    let told = DECODED.replace("\"cached_tokens\":9", "\"cached_tokens\":3");
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!((reply.status, reply.text()), (200, told));
+    // Late, it changes nothing.
+    p.always(slow(answer(200, PREFILLED), 200));
+    d.always(answer(200, DECODED));
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!((reply.status, reply.text().as_str()), (200, DECODED));
 }
 
 #[tokio::test]

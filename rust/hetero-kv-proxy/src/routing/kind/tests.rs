@@ -182,3 +182,31 @@ fn pairs_that_a_handshake_would_refuse_are_none() {
     );
     assert_eq!(Traits::default().or(&own), Traits::default());
 }
+
+#[test]
+fn requests_have_a_lane_where_their_workers_serve_no_other_model() {
+    let told = |names: &str| Traits::default().with(Field::Model, names);
+    let mut kinds = Kinds::default();
+    let a = kinds.enter(&told("a|a-lora"));
+    kinds.enter(&told("b").with(Field::Revision, "1"));
+    kinds.enter(&told("b").with(Field::Revision, "2"));
+    let lane = kinds.lane("a").expect("its own");
+    assert_eq!(kinds.lane("a-lora"), Some(lane));
+    assert!(kinds.lane("b").is_some_and(|other| other != lane));
+    assert_eq!(kinds.lane("unheard"), None);
+    // Names that overlap share workers.
+    let wide = kinds.enter(&told("c|a-lora"));
+    for name in ["a", "a-lora", "c"] {
+        assert_eq!(kinds.lane(name), None, "{name}");
+    }
+    assert!(kinds.lane("b").is_some());
+    kinds.leave(wide);
+    assert_eq!(kinds.lane("a"), Some(lane));
+    // One that tells none may serve all.
+    let silent = kinds.enter(&Traits::default());
+    assert_eq!((kinds.lane("a"), kinds.lane("b")), (None, None));
+    kinds.leave(silent);
+    kinds.leave(a);
+    assert_eq!(kinds.lane("a"), None);
+    assert!(kinds.lane("b").is_some());
+}

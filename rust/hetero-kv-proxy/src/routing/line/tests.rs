@@ -4,12 +4,18 @@ use proptest::prelude::*;
 const PREFILL: Wants = Wants {
     prefill: true,
     decode: false,
+    lane: None,
 };
 const DECODE: Wants = Wants {
     prefill: false,
     decode: true,
+    lane: None,
 };
-const BOTH: Wants = Wants::BOTH;
+const BOTH: Wants = Wants {
+    prefill: true,
+    decode: true,
+    lane: None,
+};
 
 #[test]
 fn who_wants_what_an_earlier_one_waits_for_stands_behind_it() {
@@ -44,6 +50,53 @@ fn a_request_that_began_earlier_keeps_its_number() {
     assert!(!line.is_next(late, DECODE));
 }
 
+fn of(lane: u64, wants: Wants) -> Wants {
+    Wants {
+        lane: Some(Lane(lane)),
+        ..wants
+    }
+}
+
+#[test]
+fn a_lane_stands_behind_its_own_and_behind_those_that_may_be_in_any() {
+    let mut line = Line::new(8);
+    let numbers: Vec<u64> = (0..5).map(|_| line.number()).collect();
+    line.enter(numbers[0], of(1, BOTH), 0).expect("room");
+    line.enter(numbers[1], of(1, PREFILL), 0).expect("room");
+    assert!(line.is_next(numbers[2], of(2, BOTH)));
+    assert!(!line.is_next(numbers[2], of(1, DECODE)));
+    assert!(!line.is_next(numbers[2], DECODE));
+    line.enter(numbers[2], of(2, DECODE), 0).expect("room");
+    assert_eq!(line.heads(), [numbers[0], numbers[2]]);
+    // Without a lane it wants what both want, and they what it wants.
+    line.enter(numbers[3], DECODE, 0).expect("room");
+    assert!(!line.is_next(numbers[4], of(3, DECODE)));
+    assert!(line.is_next(numbers[4], of(3, PREFILL)));
+    line.enter(numbers[4], of(3, BOTH), 0).expect("room");
+    assert_eq!(line.heads(), [numbers[0], numbers[2]]);
+    line.leave(numbers[2]);
+    assert_eq!(line.heads(), [numbers[0]]);
+    line.leave(numbers[0]);
+    assert_eq!(line.heads(), [numbers[1], numbers[3]]);
+    line.leave(numbers[3]);
+    assert_eq!(line.heads(), [numbers[1], numbers[4]]);
+}
+
+#[test]
+fn a_lane_leaves_a_quarter_of_the_length_to_the_others() {
+    let mut line = Line::new(8);
+    for _ in 0..6 {
+        let number = line.number();
+        line.enter(number, of(1, BOTH), 0).expect("room");
+    }
+    let number = line.number();
+    assert_eq!(line.enter(number, of(1, BOTH), 0), Err(Full));
+    line.enter(number, of(2, BOTH), 0).expect("room");
+    let number = line.number();
+    line.enter(number, BOTH, 0).expect("room");
+    assert_eq!(line.enter(line.next, of(3, BOTH), 0), Err(Full));
+}
+
 #[test]
 fn the_length_is_bounded_with_those_who_wait_elsewhere() {
     let mut line = Line::new(2);
@@ -62,18 +115,19 @@ proptest! {
     /// Whoever is served in whatever order room comes: for each role the numbers served ascend.
     #[test]
     fn each_role_is_served_in_order(
-        wants in prop::collection::vec(0_usize..3, 1..40),
+        wants in prop::collection::vec((0_usize..3, 0_u64..3), 1..40),
         picks in prop::collection::vec(any::<prop::sample::Index>(), 40),
     ) {
         let mut line = Line::new(64);
         let mut by_number = std::collections::BTreeMap::new();
-        for want in &wants {
+        for (want, lane) in &wants {
             let number = line.number();
             let wants = [PREFILL, DECODE, BOTH][*want];
+            let wants = if *lane == 0 { wants } else { of(*lane, wants) };
             line.enter(number, wants, 0).expect("room");
             by_number.insert(number, wants);
         }
-        let (mut prefill, mut decode) = (0, 0);
+        let mut served: Vec<(u64, Wants)> = Vec::new();
         for pick in &picks {
             let heads = line.heads();
             if heads.is_empty() {
@@ -82,15 +136,16 @@ proptest! {
             let number = heads[pick.index(heads.len())];
             let wants = by_number[&number];
             prop_assert!(line.is_next(number, wants));
-            if wants.prefill {
-                prop_assert!(number > prefill);
-                prefill = number;
+            for (earlier, other) in &served {
+                prop_assert!(number > *earlier || !wants.meets(*other));
             }
-            if wants.decode {
-                prop_assert!(number > decode);
-                decode = number;
-            }
+            served.push((number, wants));
             line.leave(number);
+            // The heads are those for whom it is their turn, and no others.
+            let heads = line.heads();
+            for (number, wants) in &line.waiting {
+                prop_assert_eq!(heads.contains(number), line.is_next(*number, *wants));
+            }
         }
         prop_assert!(line.is_empty());
     }
