@@ -22,6 +22,7 @@ use crate::legs::{
     slot, tries_elsewhere,
 };
 use crate::openai::error::ApiError;
+use crate::openai::response;
 use crate::openai::usage::Cached;
 use crate::random::random_hex;
 use crate::routing::{Flow, InstanceIndex, LegFault, Role};
@@ -281,5 +282,6 @@ async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefi
     }
     lease.note_served();
     lease.end(outcome_of(status));
-    Prefill::Good(Cached::of_prefill(&body, call.route))
+    let usage = response::read(&body).usage;
+    Prefill::Good(usage.and_then(|usage| Cached::of_prefill(usage, call.route)))
 }
