@@ -41,6 +41,24 @@ def test_rows_are_checked(tool: ModuleType, row: str, told: list[str]) -> None:
     assert list(tool.faults(tool.Page(TOOL), HEAD + row, known)) == told
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("| a (C1, C2) | `test_sound` |\n| b (R4) | `test_sound` |\n", []),
+        ("| a (C1) | `test_sound` |\n| b (C1) | `test_sound` |\n", ["no row has the cases C2, R4"]),
+        (
+            "| a (C1, C2, C3) | `test_sound` |\n| b (R4) | `test_sound` |\n| c | `test_sound` |\n",
+            ["line 3: there is no case C3"],
+        ),
+        # In words it is no mark, nor in another cell.
+        ("| a (C1) of (C2) and R4 | `test_sound` (R4) |\n", ["no row has the cases C1, C2, R4"]),
+    ],
+)
+def test_every_expected_case_has_a_row(tool: ModuleType, rows: str, told: list[str]) -> None:
+    page = tool.Page(TOOL, cases={"C": frozenset({1, 2}), "R": frozenset({4})})
+    assert list(tool.faults(page, HEAD + rows, {"test_sound": True})) == told
+
+
 def test_other_tables_and_reasons_are_taken_where_a_page_allows_them(tool: ModuleType) -> None:
     other = "| a | b |\n|---|---|\n| c | d |\n\n"
     row = "| e | `test_sound` |\n"

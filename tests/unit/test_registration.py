@@ -9,8 +9,10 @@ import http.client
 import json
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +41,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def proxy(admin_port: int, *flags: str) -> Iterator[None]:
-    """A proxy whose admin listener is there."""
+def proxy(admin_port: int, *flags: str, port: int = 0) -> Iterator[None]:
+    """A proxy whose admin listener is there; clients find it at ``port``."""
     command = [executable("hetero-kv-proxy", "HETERO_KV_PROXY"), "serve", *flags]
-    command += ["--listen", f"{HOST}:0", "--admin-listen", f"{HOST}:{admin_port}"]
+    command += ["--listen", f"{HOST}:{port}", "--admin-listen", f"{HOST}:{admin_port}"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         until("the proxy listens", lambda: answers(admin_port))
@@ -184,6 +186,92 @@ def test_a_proxy_that_starts_later_and_asks_for_a_key_is_found(
         assert said.count("401 signature_missing") == 1
         with proxy(port, "--admin-key-file", str(key)):
             until("it is registered again", lambda: ids(port) == ["prefill-0"])
+
+
+class Api(BaseHTTPRequestHandler):
+    """An engine's API server: it is well, and answers whatever it is asked."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked_to_keep = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        done = {"choices": [{"text": "t", "finish_reason": "length"}]}
+        self.answer({**done, "kv_transfer_params": {"of": 1}} if asked_to_keep else done)
+
+    def answer(self, told: dict[str, Any]) -> None:
+        text = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class ApiServer(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """A proxy that is killed breaks its connections."""
+
+
+@contextlib.contextmanager
+def api() -> Iterator[str]:
+    """Its URL."""
+    server = ApiServer((HOST, 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://{HOST}:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def complete(port: int, model: str) -> int:
+    """The status of one request."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=WAIT_S)
+    try:
+        body = json.dumps({"model": model, "prompt": "p", "max_tokens": 2})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_idle_engines_stay_and_are_back_within_their_time_to_live(config_folder: Path) -> None:
+    interval_s = 0.5
+    live_s = 3 * interval_s
+    port, clients = free_port(), free_port()
+    flags = ("--health-interval-ms", "50")
+    with api() as p, api() as d:
+        given = [
+            settings(port, register_interval_s=interval_s, register_public_url=url)
+            for url in (p, d)
+        ]
+        with engines(
+            (config_folder, "kv_producer", {"settings": given[0]}),
+            (config_folder, "kv_consumer", {"settings": given[1]}),
+        ):
+            with proxy(port, *flags, port=clients):
+                until("both are registered", lambda: len(ids(port)) == 2)
+                known, model = sorted(ids(port)), workers(port)[0]["kv"]["model"]
+                # Nobody asks anything of them; whoever expired and came back would have another id.
+                time.sleep(3 * live_s)
+                assert sorted(ids(port)) == known
+                until("both are ready", lambda: all(one["routable"] for one in workers(port)))
+                assert complete(clients, model) == 200
+            # It comes back without memory.
+            time.sleep(2 * live_s)
+            with proxy(port, *flags, port=clients):
+                begun = time.monotonic()
+                until("both are registered again", lambda: len(ids(port)) == 2)
+                assert time.monotonic() - begun < live_s
+                until("both are ready", lambda: all(one["routable"] for one in workers(port)))
+                assert complete(clients, model) == 200
 
 
 def test_an_engine_with_a_bad_key_file_does_not_start(config_folder: Path, tmp_path: Path) -> None:

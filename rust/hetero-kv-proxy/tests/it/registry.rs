@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use crate::admin::{list, register, routable, tell, worker};
 use crate::client::Client;
 use crate::connectors::{engine, proxy_of};
-use crate::engine::Engine;
+use crate::engine::{Engine, Script};
 use crate::workers::{managed, managed_with};
 use crate::zmq::{announced, dealer, frame, frames, until_frames, until_routable};
-use crate::{COMPLETIONS, PROMPT, post, until, zmq};
+use crate::{COMPLETIONS, PROMPT, STREAM, post, until, zmq};
 
 const PREFILLED: &str = r#"{"choices":[{"text":"t","finish_reason":"length"}],"kv_transfer_params":{"remote_block_ids":[[1]],"tp_size":1,"remote_dp_rank":0}}"#;
 
@@ -195,6 +195,37 @@ async fn a_worker_that_is_silent_while_it_starts_is_kept_for_its_own_time_and_ge
     routable(&proxy, "decode-0").await;
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
     assert_eq!(d.count(), 1);
+}
+
+#[tokio::test]
+async fn a_heartbeat_keeps_what_is_in_flight_and_load_goes_by_it() {
+    let (p, d0, d1) = (
+        engine(PREFILLED).await,
+        engine("{}").await,
+        engine("{}").await,
+    );
+    let proxy = managed(&[&p], &[]).await;
+    register(&proxy, "decode", &d0, json!({})).await;
+    routable(&proxy, "decode-0").await;
+    d0.always(Script::StreamThenSilence(vec!["data: 1\n\n"]));
+    let mut streams = Vec::new();
+    for _ in 0..5 {
+        let mut client = Client::connect(proxy.address).await;
+        client.post(COMPLETIONS, &[], STREAM.as_bytes()).await;
+        client.head().await.expect("a head");
+        streams.push(client);
+    }
+    register(&proxy, "decode", &d1, json!({})).await;
+    routable(&proxy, "decode-1").await;
+    for sent in 1..=5 {
+        let (status, told) = register(&proxy, "decode", &d0, json!({})).await;
+        assert_eq!(
+            (status, &told["id"], &told["in_flight"]),
+            (200, &json!("decode-0"), &json!(5))
+        );
+        assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
+        assert_eq!((d0.count(), d1.count()), (5, sent));
+    }
 }
 
 /// Blocks that nobody will read would stay until their lease ends.
