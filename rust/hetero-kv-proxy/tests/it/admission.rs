@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::client::{Client, Reply};
-use crate::engine::{Blocks, Ended, Script, engines, freed, pair, pair_on};
+use crate::engine::{Blocks, Ended, Engine, Script, engines, freed, pair, pair_on};
 use crate::{COMPLETIONS, PROMPT, STREAM, metric, post, proxy_with, until, urls};
 
 fn slow(ms: u64, script: Script) -> Script {
