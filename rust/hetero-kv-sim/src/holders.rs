@@ -44,18 +44,14 @@ impl World {
             ProducerOutput::Send(..) | ProducerOutput::Close(_) => None,
         });
         let (book, ledger) = (&mut self.book, &mut engine.ledger);
+        // With keys the acceptance follows the proof.
+        let accepted = matches!(answer, Some(Message::Accept(_)));
         match &message {
             Message::Hello(hello) => {
-                let meant = hello.expect_engine == engine.identity.engine
-                    && hello.expect_incarnation == engine.identity.incarnation;
-                if matches!(answer, Some(Message::Accept(_))) && !meant {
-                    book.broken(
-                        Invariant::PairedWithWrongStart,
-                        format!(
-                            "prefill {p} accepts a greeting to {:?}",
-                            hello.expect_incarnation
-                        ),
-                    );
+                if hello.expect_engine != engine.identity.engine
+                    || hello.expect_incarnation != engine.identity.incarnation
+                {
+                    engine.strays.insert(connection, hello.expect_incarnation);
                 }
             }
             Message::Claim(claim) => {
@@ -85,6 +81,14 @@ impl World {
             | Message::Pong
             | Message::Bye
             | Message::Challenge(_) => {}
+        }
+        if let Some(meant) = engine.strays.get(&connection)
+            && accepted
+        {
+            book.broken(
+                Invariant::PairedWithWrongStart,
+                format!("prefill {p} accepts a greeting to {meant:?}"),
+            );
         }
         self.collect_orders(p);
     }

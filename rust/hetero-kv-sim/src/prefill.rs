@@ -68,6 +68,8 @@ pub(crate) struct PrefillEngine {
     /// Decided since the last step.
     pub(crate) orders: Vec<ReleaseOrder>,
     pub(crate) outbox: VecDeque<ProducerOutput>,
+    /// Connections greeted as another start, which must not be accepted.
+    pub(crate) strays: BTreeMap<ConnectionId, Incarnation>,
     pub(crate) stepping: bool,
 }
 
@@ -218,6 +220,7 @@ impl World {
             held: BTreeMap::new(),
             orders: Vec::new(),
             outbox: VecDeque::new(),
+            strays: BTreeMap::new(),
             stepping: false,
         });
     }
