@@ -11,10 +11,10 @@ use hetero_kv_proxy::run;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Requests are many small allocations that are freed soon; what a burst took goes back to the
-/// system.
+/// Requests are many small allocations that are freed soon, at times by another thread than the one
+/// that made them; what a burst took goes back to the system.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
     match Cli::parse().command {
