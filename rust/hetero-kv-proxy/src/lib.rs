@@ -19,6 +19,7 @@ pub mod client_io;
 pub mod completions;
 pub mod config;
 pub mod connectors;
+mod decode;
 pub mod fanout;
 pub mod handover;
 pub mod headers;

@@ -1,4 +1,5 @@
-//! A prefill leg on its own, also when its client leaves while the answer is on the way.
+//! A prefill leg on its own: tried until there is an answer to go on with, also when its client
+//! leaves while the answer is on the way.
 //!
 //! Closing the leg is how an engine learns that nobody waits: it aborts, and pins nothing. But once
 //! it has prefilled, its blocks are pinned and only the answer says where, however short the way of
@@ -14,12 +15,16 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use crate::completions::hand_over;
-use crate::connectors::Leg;
+use crate::completions::ended_twice;
+use crate::connectors::{Leg, Transfer};
+use crate::decode::hand_over;
 use crate::handover::HandOver;
 use crate::lease::SlotLease;
-use crate::legs::Call;
-use crate::routing::Flow;
+use crate::legs::{Attempt, Call, Failure, Refusal, after_failure, rarely, slot, tries_elsewhere};
+use crate::random::random_hex;
+use crate::routing::{Flow, Role};
+use crate::slots::Slots;
+use crate::stream::outcome_of;
 use crate::upstream::{Answer, SendError, Written};
 
 /// How long a leg without a client is listened to: what an answer takes from an engine's scheduler
@@ -55,6 +60,94 @@ pub(crate) struct Prefilled {
     pub(crate) transfer: Transferring,
 }
 
+/// Sends the prefill leg until there is an answer to go on with. Dropped, it closes the connection,
+/// on which the engine aborts the request and pins nothing; an answer that is on its way by then is
+/// taken, and handed over.
+pub(crate) async fn prefill_leg(
+    call: &Arc<Call>,
+    flow: Flow,
+    slots: Slots,
+) -> Result<Prefilled, Failure> {
+    let mut refusal = Refusal::default();
+    let prefilled = prefill_tries(call, flow, slots, &mut refusal).await;
+    match prefilled {
+        Ok(prefilled) => Ok(prefilled),
+        Err(failure) => Err(rarely(refusal.or(call, failure)).await),
+    }
+}
+
+async fn prefill_tries(
+    call: &Arc<Call>,
+    mut flow: Flow,
+    slots: Slots,
+    refusal: &mut Refusal,
+) -> Result<Prefilled, Failure> {
+    let app = &call.app;
+    let connector = app.config().connector;
+    let Slots {
+        prefill: mut taken,
+        mut decode,
+        drawn: _,
+    } = slots;
+    let mut next = Attempt::default();
+    loop {
+        let lease = match taken.take() {
+            Some(lease) => lease,
+            None => {
+                let tried = flow.tried(Role::Prefill);
+                let peer = decode.as_ref().map(|lease| &**lease.instance());
+                rarely(call.slot(Role::Prefill, tried, peer)).await?
+            }
+        };
+        // A new id each time: the engine that failed may still hold blocks under the old one.
+        let transfer_id = random_hex()?;
+        let engine_id = match call.engine_id(&lease).await {
+            Ok(engine_id) => engine_id,
+            Err(error) => {
+                next = after_failure(call, &mut flow, lease, false, error)?;
+                continue;
+            }
+        };
+        let leg = connector.prefill_leg(&Transfer {
+            id: &transfer_id,
+            prefill: slot(&lease, engine_id.as_deref()),
+            decode: decode.as_ref().map(|lease| slot(lease, None)),
+        });
+        let transfer = Transferring {
+            transfer_id,
+            engine_id,
+            decode,
+            flow,
+        };
+        let (lease, transfer, answer) = send(call, lease, leg, next.fresh, transfer)
+            .await
+            .ok_or_else(ended_twice)?;
+        (decode, flow) = (transfer.decode, transfer.flow);
+        match answer {
+            Ok(answer) => {
+                let status = answer.head.status;
+                if tries_elsewhere(call, &mut flow, &lease, false, status) {
+                    lease.end(outcome_of(status));
+                    refusal.set(answer);
+                    next = Attempt::default();
+                    continue;
+                }
+                return Ok(Prefilled {
+                    answer,
+                    lease,
+                    transfer: Transferring {
+                        transfer_id: transfer.transfer_id,
+                        engine_id: transfer.engine_id,
+                        decode,
+                        flow,
+                    },
+                });
+            }
+            Err(error) => next = after_failure(call, &mut flow, lease, false, error)?,
+        }
+    }
+}
+
 type Exchange = Pin<Box<dyn Future<Output = (SlotLease, Result<Answer, SendError>)> + Send>>;
 
 /// A leg on its way. Dropped, it is closed, but not before an answer on its way had time to come.
@@ -66,7 +159,7 @@ struct InFlight {
 }
 
 /// Sends a prefill leg and waits for the response head; `None` never comes.
-pub(crate) async fn send(
+async fn send(
     call: &Arc<Call>,
     lease: SlotLease,
     leg: Leg,
