@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::app::App;
 use crate::client_io::HeadWatch;
-use crate::completions::deadline_exceeded;
+use crate::legs::deadline_exceeded;
 use crate::openai::Route;
 use crate::openai::error::ApiError;
 use crate::openai::request::{Request, RequestError};

@@ -17,9 +17,8 @@ use crate::connectors::Order;
 use crate::decode::{NoHandOver, decode_alone, hand_over};
 use crate::handover::{DecodeHead, HandOver};
 use crate::headers;
-use crate::legs::{Call, Failure};
+use crate::legs::{Call, Failure, deadline_exceeded, ended_twice};
 use crate::openai::Route;
-use crate::openai::error::ApiError;
 use crate::openai::request::Request;
 use crate::prefill::prefill_leg;
 use crate::random::random_hex;
@@ -270,16 +269,4 @@ async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
         call.app.count_drawn(drawing, drawn);
     }
     Ok(slots)
-}
-
-pub(crate) fn ended_twice() -> ApiError {
-    ApiError::new(500, "internal", "the hand-over ended twice")
-}
-
-pub(crate) fn deadline_exceeded() -> ApiError {
-    ApiError::new(
-        504,
-        "deadline_exceeded",
-        "the engines did not answer before the deadline of the request",
-    )
 }

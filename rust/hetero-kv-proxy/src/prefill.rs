@@ -15,12 +15,13 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use crate::completions::ended_twice;
 use crate::connectors::{Leg, Transfer};
 use crate::decode::hand_over;
 use crate::handover::HandOver;
 use crate::lease::SlotLease;
-use crate::legs::{Attempt, Call, Failure, Refusal, after_failure, rarely, slot, tries_elsewhere};
+use crate::legs::{
+    Attempt, Call, Failure, Refusal, after_failure, ended_twice, rarely, slot, tries_elsewhere,
+};
 use crate::random::random_hex;
 use crate::routing::{Flow, Role};
 use crate::slots::Slots;
