@@ -6,7 +6,7 @@ use crate::answer::is_logged;
 use crate::connectors::{Leg, Slot, Transfer};
 use crate::handover::DecodeHead;
 use crate::instance::Instance;
-use crate::lease::SlotLease;
+use crate::lease::{SlotLease, outcome_of};
 use crate::legs::{
     Attempt, Call, Failure, Refusal, Unreadable, after_failure, after_unreadable, rarely,
     read_answer, slot, tries_elsewhere,
@@ -18,7 +18,6 @@ use crate::openai::usage::Cached;
 use crate::prefill::{Prefilled, Transferring};
 use crate::routing::{AfterPrefill, Flow, InstanceIndex, LegFault, Role};
 use crate::slots::Slots;
-use crate::stream::outcome_of;
 use crate::upstream;
 
 /// Sends the client's body to a decode engine until there is an answer to pass on.

@@ -254,3 +254,13 @@ impl Drop for KeptBlocks {
         self.app.blocks_read(&self.instance);
     }
 }
+
+/// The label of a leg that was answered.
+pub fn outcome_of(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        200..=299 => "ok",
+        300..=399 => "status_3xx",
+        400..=499 => "status_4xx",
+        _ => "status_5xx",
+    }
+}

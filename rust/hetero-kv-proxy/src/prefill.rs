@@ -18,14 +18,13 @@ use tokio::time::timeout;
 use crate::connectors::{Leg, Transfer};
 use crate::decode::hand_over;
 use crate::handover::HandOver;
-use crate::lease::SlotLease;
+use crate::lease::{SlotLease, outcome_of};
 use crate::legs::{
     Attempt, Call, Failure, Refusal, after_failure, ended_twice, rarely, slot, tries_elsewhere,
 };
 use crate::random::random_hex;
 use crate::routing::{Flow, Role};
 use crate::slots::Slots;
-use crate::stream::outcome_of;
 use crate::upstream::{Answer, SendError, Written};
 
 /// How long a leg without a client is listened to: what an answer takes from an engine's scheduler

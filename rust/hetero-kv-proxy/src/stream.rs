@@ -12,83 +12,32 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use crate::answer::{Record, is_logged};
+use crate::answer::Record;
 use crate::app::App;
 use crate::client_io::LegUntil;
 use crate::completions::Begun;
-use crate::handover::{DecodeHead, settle_stream};
-use crate::histogram::Gaps;
-use crate::meters::DecodeMeters;
+use crate::handover::settle_stream;
+use crate::lease::outcome_of;
 use crate::metrics::ReasonLabels;
 use crate::openai::Route;
-use crate::openai::error::{self, ApiError};
-use crate::openai::sse::{self, Tail};
-use crate::openai::tokens::Reader;
-use crate::openai::usage::Teller;
+use crate::openai::error::ApiError;
 use crate::routing::LegFault;
-use crate::running::Running;
-use crate::seats::Seat;
 use crate::together;
 use crate::upstream::{Written, malformed};
 
+// What is called for each chunk is marked `inline`: no link-time optimisation looks across modules.
+mod broken;
+mod chunks;
+mod live;
+mod passing;
+
+pub use broken::StreamBroken;
+use chunks::Chunks;
+use live::Live;
+use passing::Passing;
+
 /// Most of an answer that is held back with its head.
 const HELD_BYTES_MAX: usize = 64 << 10;
-
-/// Why an answer ends before its end. hyper closes the client's connection on it, so that a client
-/// sees a body cut short and never a whole one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum StreamBroken {
-    /// The engine's connection broke.
-    #[error("the decode engine's answer broke off")]
-    Engine,
-    /// What came is not HTTP.
-    #[error("the decode engine's answer is not well-formed")]
-    Malformed,
-    /// No chunk came for too long.
-    #[error("the decode engine sent nothing for too long")]
-    Idle,
-    /// The request's deadline passed.
-    #[error("the deadline of the request passed")]
-    Deadline,
-    /// Somebody asked for its end.
-    #[error("the request was aborted")]
-    Aborted,
-}
-
-impl StreamBroken {
-    fn reason(self) -> &'static str {
-        match self {
-            Self::Engine => "engine",
-            Self::Malformed => "malformed",
-            Self::Idle => "idle",
-            Self::Deadline => "deadline",
-            Self::Aborted => "aborted",
-        }
-    }
-
-    /// Whether the engine is to blame.
-    fn is_fault(self) -> bool {
-        match self {
-            Self::Engine | Self::Malformed => true,
-            Self::Idle | Self::Deadline | Self::Aborted => false,
-        }
-    }
-
-    fn api_error(self, detail: Option<&str>) -> ApiError {
-        let (status, code) = match self {
-            Self::Engine => (502, "decode_stream_broken"),
-            Self::Malformed => (502, "decode_stream_malformed"),
-            Self::Idle => (504, "decode_stream_idle"),
-            Self::Deadline => (504, "deadline_exceeded"),
-            Self::Aborted => (409, "aborted"),
-        };
-        let message = match detail {
-            Some(detail) => format!("{self}: {detail}"),
-            None => self.to_string(),
-        };
-        ApiError::new(status, code, message)
-    }
-}
 
 /// The limits of one answer.
 #[derive(Debug, Clone, Copy)]
@@ -108,19 +57,8 @@ pub struct DecodeStream {
     outcome: &'static str,
     limits: StreamLimits,
     alarm: Pin<Box<Sleep>>,
-    heard: Instant,
-    /// Between chunks of an event stream, not yet counted.
-    gaps: Gaps,
-    first: Instant,
-    chunks: u64,
-    started: Instant,
-    /// For an event stream: its end, to close it properly when it breaks.
-    events: Option<Tail>,
-    /// Tells prefill's count of cached tokens, where it is known.
-    teller: Option<Teller>,
-    /// Reads the tokens that it tells, where they are logged.
-    tokens: Option<Reader>,
-    any_chunk: bool,
+    chunks: Chunks,
+    passing: Passing,
     written: Written,
     aborted: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Whether the client has been given the head.
@@ -131,20 +69,6 @@ pub struct DecodeStream {
     fault: Option<String>,
     /// Tells the client's socket until when the leg may run.
     until: Arc<LegUntil>,
-}
-
-#[derive(Debug)]
-struct Live {
-    decode: DecodeHead,
-    record: Record,
-    _seat: Seat,
-    _running: Running,
-}
-
-impl Live {
-    fn meters(&self) -> Option<&DecodeMeters> {
-        self.decode.lease.instance().meters.decode.as_ref()
-    }
 }
 
 impl DecodeStream {
@@ -173,9 +97,9 @@ impl DecodeStream {
         };
         let cached = decode.cached.take();
         let mut stream = Self {
-            teller: cached.map(|cached| Teller::new(cached, is_events)),
+            passing: Passing::new(is_events, cached),
             outcome: outcome_of(decode.answer.head.status),
-            started: record.started(),
+            chunks: Chunks::new(record.started(), now),
             aborted: Box::pin(running.aborted()),
             live: Some(Live {
                 decode,
@@ -187,13 +111,6 @@ impl DecodeStream {
             alarm: Box::pin(tokio::time::sleep_until(
                 limits.deadline.min(now + limits.idle),
             )),
-            heard: now,
-            gaps: Gaps::default(),
-            first: now,
-            chunks: 0,
-            events: is_events.then(Tail::default),
-            tokens: is_logged().then(|| Reader::new(is_events)),
-            any_chunk: false,
             written,
             told: false,
             held: VecDeque::new(),
@@ -217,7 +134,7 @@ impl DecodeStream {
     pub(crate) async fn begin(&mut self) -> Result<(), ApiError> {
         let mut held = 0;
         while held < HELD_BYTES_MAX {
-            let waits = self.events.is_none() && self.held.is_empty();
+            let waits = !self.passing.is_events() && self.held.is_empty();
             let next = poll_fn(|cx| match self.poll_body(cx) {
                 Poll::Pending if !waits => Poll::Ready(None),
                 next @ (Poll::Pending | Poll::Ready(_)) => next,
@@ -233,7 +150,7 @@ impl DecodeStream {
                 }
                 None => break,
             }
-            if self.events.is_some() {
+            if self.passing.is_events() {
                 break;
             }
         }
@@ -245,9 +162,7 @@ impl DecodeStream {
     }
 
     fn engine_ended(&self) -> bool {
-        self.live.as_ref().is_some_and(|live| {
-            live.decode.early.is_none() && live.decode.answer.body.is_end_stream()
-        })
+        self.live.as_ref().is_some_and(Live::engine_ended)
     }
 
     /// Whether nothing more will come.
@@ -260,7 +175,9 @@ impl DecodeStream {
         let held = self.held.iter().filter_map(Frame::data_ref).map(Bytes::len);
         let held = held.sum::<usize>() as u64;
         match &self.live {
-            Some(_) if self.events.is_some() || self.teller.is_some() => SizeHint::default(),
+            Some(_) if self.passing.is_events() || !self.passing.keeps_length() => {
+                SizeHint::default()
+            }
             Some(live) => {
                 let rest = live.decode.answer.body.size_hint();
                 let early = live.decode.early.as_ref().map_or(0, Bytes::len) as u64;
@@ -269,7 +186,7 @@ impl DecodeStream {
                 })
             }
             // One that has ended before its head was given is a stream all the same.
-            None if self.events.is_some() && !self.held.is_empty() => SizeHint::default(),
+            None if self.passing.is_events() && !self.held.is_empty() => SizeHint::default(),
             None => SizeHint::with_exact(held),
         }
     }
@@ -325,13 +242,7 @@ impl DecodeStream {
                     });
                 }
                 Poll::Ready(None) => {
-                    let rest = self.teller.as_mut().map_or(Bytes::new(), Teller::end);
-                    if let Some(events) = &mut self.events {
-                        events.push(&rest);
-                    }
-                    if let Some(tokens) = &mut self.tokens {
-                        tokens.push(&rest);
-                    }
+                    let rest = self.passing.end();
                     if self.is_cut_off() {
                         return self.break_off(StreamBroken::Engine);
                     }
@@ -349,7 +260,7 @@ impl DecodeStream {
                 return Poll::Pending;
             }
             let now = Instant::now();
-            let silent_until = self.heard + self.limits.idle;
+            let silent_until = self.chunks.last() + self.limits.idle;
             if now >= self.limits.deadline {
                 return self.break_off(StreamBroken::Deadline);
             }
@@ -365,7 +276,7 @@ impl DecodeStream {
     /// Whether a body that ended was not all: an event stream whose end is that of its connection
     /// tells by its last event only that it is whole.
     fn is_cut_off(&self) -> bool {
-        let (Some(live), Some(events)) = (&self.live, &self.events) else {
+        let Some(live) = self.live.as_ref().filter(|_| self.passing.is_events()) else {
             return false;
         };
         let answer = &live.decode.answer;
@@ -376,109 +287,41 @@ impl DecodeStream {
         answer.body.ends_with_connection()
             && answer.head.status.is_success()
             && ends_with_done
-            && !events.is_done()
+            && !self.passing.is_done()
     }
 
     /// What the client gets with a chunk of the engine's; `None` where that is nothing yet.
     fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
-        self.note_chunk(&chunk);
+        let is_events = self.passing.is_events();
+        if self.chunks.note(self.live.as_ref(), is_events) {
+            self.judge(&chunk);
+        }
         let ended = self.engine_ended();
-        let passed = match &mut self.teller {
-            None => chunk,
-            Some(teller) => {
-                let ready = teller.push(chunk);
-                match ended.then(|| teller.end()).filter(|rest| !rest.is_empty()) {
-                    Some(rest) if ready.is_empty() => rest,
-                    Some(rest) => [ready, rest].concat().into(),
-                    None => ready,
-                }
-            }
-        };
-        if let Some(events) = &mut self.events {
-            events.push(&passed);
-        }
-        if let Some(tokens) = &mut self.tokens {
-            tokens.push(&passed);
-        }
+        let passed = self.passing.push(chunk, ended);
         if ended {
             self.complete();
         }
         (!passed.is_empty()).then_some(passed)
     }
 
-    fn note_chunk(&mut self, chunk: &[u8]) {
-        let before = std::mem::replace(&mut self.heard, Instant::now());
-        if self.events.is_some() && self.any_chunk {
-            if self.gaps.keep(self.heard - before) {
-                self.count_gaps();
-            }
-        } else if self.events.is_some()
-            && let Some(meters) = self.live.as_ref().and_then(Live::meters)
-        {
-            meters.ttft.observe(self.heard - self.started);
-        }
-        self.chunks += 1;
-        if !self.any_chunk {
-            self.any_chunk = true;
-            self.first = self.heard;
-            self.judge(chunk);
-        }
-    }
-
-    fn count_gaps(&mut self) {
-        if let Some(meters) = self.live.as_ref().and_then(Live::meters) {
-            self.gaps.count_in(&meters.gap);
-        }
-    }
-
-    /// What the first bytes of the body say of the engine, and of the pair that moved its KV.
     fn judge(&mut self, first: &[u8]) {
-        let Some(live) = &mut self.live else {
-            return;
-        };
-        let kept = live.decode.kept.take();
-        let DecodeHead {
-            answer,
-            lease,
-            source,
-            ..
-        } = &live.decode;
-        let status = answer.head.status;
-        let broke = self.events.is_some() && sse::is_failure(first);
-        if broke {
-            lease.note_failed(LegFault::Failed);
-        } else if status.is_success() {
-            lease.note_served();
-            self.app
-                .note_pair_served(source.as_deref(), lease.instance());
-            // Decode has read its KV.
-            if let Some(kept) = kept {
-                kept.taken();
-            }
-        }
-        let names_kv = (broke || status.is_server_error()) && error::names_kv(first);
-        // Gateways answer 502 to 504 for what has nothing to do with KV.
-        let failed = broke || names_kv || status == StatusCode::INTERNAL_SERVER_ERROR;
-        if let (true, Some(source)) = (failed, source) {
-            self.app
-                .note_pair_failed(source, lease.instance(), names_kv);
+        if let Some(live) = &mut self.live {
+            live.judge(&self.app, self.passing.is_events(), first);
         }
     }
 
     /// Notes what is known of the chunks when no more will come.
     fn close(&mut self) {
-        self.count_gaps();
-        if let Some(live) = self.live.as_ref().filter(|_| self.any_chunk) {
-            let lease = &live.decode.lease;
-            lease.note_chunks(self.first, self.heard, self.chunks);
-            if let Some(tokens) = &self.tokens {
-                live.record.timeline().tokens(tokens.end());
-            }
+        self.chunks.close(self.live.as_ref());
+        if let Some(live) = self.live.as_ref().filter(|_| self.chunks.any())
+            && let Some(tokens) = self.passing.tokens()
+        {
+            live.record.timeline().tokens(tokens);
         }
     }
 
     fn complete(&mut self) {
-        if !self.any_chunk {
+        if !self.chunks.any() {
             self.judge(b"");
         }
         self.close();
@@ -512,13 +355,13 @@ impl DecodeStream {
             let told = broken.api_error(None).status;
             status = StatusCode::from_u16(told).unwrap_or(status);
         }
-        let owed = !self.any_chunk && live.decode.claims_blocks;
+        let owed = !self.chunks.any() && live.decode.claims_blocks;
         if broken == StreamBroken::Aborted && owed {
             settle_stream(&self.app, live.decode, self.written.clone());
             record.finish(status);
             return self.tell(broken);
         }
-        let whole = self.events.as_ref().is_some_and(Tail::is_done);
+        let whole = self.passing.is_done();
         if !whole && broken.is_fault() {
             live.decode.lease.note_failed(LegFault::Failed);
         }
@@ -540,9 +383,10 @@ impl DecodeStream {
         };
         self.app.metrics.stream_breaks.get_or_create(&labels).inc();
         let error = broken.api_error(self.fault.as_deref());
-        Poll::Ready(Some(match &self.events {
-            Some(events) if self.told => Ok(Frame::data(events.error_event(&error))),
-            Some(_) | None => Err(broken),
+        let event = self.told.then(|| self.passing.error_event(&error));
+        Poll::Ready(Some(match event.flatten() {
+            Some(event) => Ok(Frame::data(event)),
+            None => Err(broken),
         }))
     }
 }
@@ -562,18 +406,8 @@ impl Drop for DecodeStream {
         }
         // The client left. The first chunk proves that the engine has taken the request and read
         // its KV; before that, the leg lives on for its grace.
-        if !self.any_chunk && live.decode.claims_blocks {
+        if !self.chunks.any() && live.decode.claims_blocks {
             settle_stream(&self.app, live.decode, self.written.clone());
         }
-    }
-}
-
-/// The label of a leg that was answered.
-pub fn outcome_of(status: StatusCode) -> &'static str {
-    match status.as_u16() {
-        200..=299 => "ok",
-        300..=399 => "status_3xx",
-        400..=499 => "status_4xx",
-        _ => "status_5xx",
     }
 }

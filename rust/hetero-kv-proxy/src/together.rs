@@ -16,7 +16,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::app::App;
 use crate::connectors::{Leg, Transfer};
 use crate::handover::DecodeHead;
-use crate::lease::SlotLease;
+use crate::lease::{SlotLease, outcome_of};
 use crate::legs::{
     Attempt, Call, Failure, Unreadable, after_failure, after_unreadable, no_engine, read_answer,
     slot, tries_elsewhere,
@@ -27,7 +27,6 @@ use crate::openai::usage::Cached;
 use crate::random::random_hex;
 use crate::routing::{Flow, InstanceIndex, LegFault, Role};
 use crate::slots::Slots;
-use crate::stream::outcome_of;
 use crate::upstream::{self, SendError};
 
 /// How a prefill leg ended.
