@@ -5,7 +5,6 @@ mod bodies;
 mod error;
 mod request;
 mod response;
-mod scan;
 mod splice;
 mod sse;
 
@@ -29,7 +28,7 @@ fn parsed(body: &str, route: Route) -> Request {
 }
 
 /// Any JSON value, small.
-fn value() -> impl Strategy<Value = Value> {
+pub(super) fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
@@ -47,6 +46,6 @@ fn value() -> impl Strategy<Value = Value> {
     })
 }
 
-fn space() -> impl Strategy<Value = &'static str> {
+pub(super) fn space() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec!["", " ", "\n\t ", "\r\n"])
 }

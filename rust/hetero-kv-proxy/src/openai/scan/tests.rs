@@ -1,11 +1,80 @@
+//! The fast look over JSON, against the parser.
+
 use proptest::prelude::*;
 use serde::de::IgnoredAny;
+use serde_json::Value;
 
 use super::*;
+use crate::openai::splice::Object;
+use crate::openai::tests::{space, value};
+
+/// What the fast look alone finds.
+fn fast(text: &str) -> Option<Object> {
+    let (open, members) = members(text.as_bytes())?;
+    Some(Object { open, members })
+}
 
 /// Whether the look passes `value` as a whole, without the parser's help.
 fn passes(value: &str) -> bool {
     members(format!("{{\"a\":{value}}}").as_bytes()).is_some()
+}
+
+#[test]
+fn the_fast_look_knows_json_and_nothing_else() {
+    let deep = |depth: usize| format!("{{\"a\":{}1{}}}", "[".repeat(depth), "]".repeat(depth));
+    for text in [
+        "{}",
+        " { } ",
+        r#"{"a":[],"b":{},"c":[{}, [ ] ,{"d":[1,2]}]}"#,
+        r#"{"a":-0,"b":0.5,"c":1e9,"d":-12.25E-7,"e":1E+0,"f":10}"#,
+        r#"{"a":true,"b":false,"c":null}"#,
+        r#"{"a\u0041\n":"\"\\\/\b\f\n\r\t\ud800","é":"日本語"}"#,
+        r#"{"a":"0123456789012345678901234567890123456789\n012345678901234567890123456789"}"#,
+        &deep(128),
+    ] {
+        let parser = Object::by_parser(text).expect(text);
+        assert_eq!(fast(text), Some(parser), "{text}");
+    }
+    assert_eq!(fast(&deep(129)), None);
+    for text in [
+        "",
+        "{",
+        "[]",
+        "1",
+        "{}{}",
+        "{} x",
+        "{,}",
+        r#"{"a"}"#,
+        r#"{"a":}"#,
+        r#"{"a":1,}"#,
+        r#"{"a":1 "b":2}"#,
+        r#"{"a":01}"#,
+        r#"{"a":1.}"#,
+        r#"{"a":.5}"#,
+        r#"{"a":1e}"#,
+        r#"{"a":+1}"#,
+        r#"{"a":-}"#,
+        r#"{"a":NaN}"#,
+        r#"{"a":tru}"#,
+        r#"{"a":truex}"#,
+        r#"{"a":"\x"}"#,
+        r#"{"a":"\u12"}"#,
+        r#"{"a":"\u12g4"}"#,
+        r#"{"a":"x}"#,
+        r#"{'a':1}"#,
+        r#"{a:1}"#,
+        r#"{"a":[1,]}"#,
+        r#"{"a":[1}"#,
+        r#"{"a":{1:2}}"#,
+        r#"{"a":[1}]"#,
+        r#"{"a":{"b":1]}"#,
+        r#"{"a":{"b":1,}}"#,
+        "{\"a\":\"\n\"}",
+        "{\"a\":\"0123456789012345678901234567\u{1}\"}",
+    ] {
+        assert_eq!(fast(text), None, "{text}");
+        assert!(Object::by_parser(text).is_err(), "{text}");
+    }
 }
 
 #[test]
@@ -39,6 +108,41 @@ fn a_long_list_of_integers_is_passed_and_a_broken_one_is_not() {
 }
 
 proptest! {
+    /// The fast look finds what the parser finds, in whole objects and in broken ones.
+    #[test]
+    fn the_fast_look_agrees_with_the_parser(
+        members in prop::collection::vec(
+            ("[a-c\"\\\\é]{0,3}", value(), space(), space()), 0..5),
+        fault in prop::sample::select(b"{}[]\",:\\ \n\x01-+.0e1tfnu".to_vec()),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let parts = members.iter().map(|(name, value, before, after)| {
+            format!("{before}{}{after}:{before}{value}{after}", Value::from(name.as_str()))
+        });
+        let parts: Vec<String> = parts.collect();
+        let whole = format!(" {{{}}} ", parts.join(","));
+        let agrees = |text: &[u8]| {
+            let Ok(text) = std::str::from_utf8(text) else { return Ok(()) };
+            prop_assert_eq!(fast(text), Object::by_parser(text).ok(), "{}", text);
+            Ok(())
+        };
+        agrees(whole.as_bytes())?;
+        agrees(&whole.as_bytes()[..cut.index(whole.len())])?;
+        for at in 0..whole.len() {
+            let mut broken = whole.clone().into_bytes();
+            broken[at] = fault;
+            agrees(&broken)?;
+        }
+    }
+
+    /// No byte string makes the scanner panic, and what it accepts is what serde_json accepts.
+    #[test]
+    fn the_scanner_accepts_what_a_parser_accepts(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        let accepted = Object::parse(&bytes).is_ok();
+        let parsed = serde_json::from_slice::<serde_json::Map<String, Value>>(&bytes).is_ok();
+        prop_assert!(accepted || !parsed);
+    }
+
     /// Each byte of a list, whatever lane it is in, counts as it does to the parser.
     #[test]
     fn a_list_of_integers_is_what_the_parser_takes_for_one(
