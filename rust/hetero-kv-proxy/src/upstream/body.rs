@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
 use super::Upstream;
-use super::chunked::Step;
+use super::chunked::{Step, take_at_most};
 use super::head::Framing;
 use super::wire::{Outgoing, Wire};
 
@@ -49,18 +49,7 @@ impl Open {
                 .next(unread)
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error)),
             Framing::UntilClose => Ok(Step::Data(std::mem::take(unread).freeze())),
-            Framing::Length(left) => {
-                let there = unread.len() as u64;
-                let piece = if there <= *left {
-                    *left -= there;
-                    std::mem::take(unread)
-                } else {
-                    let piece = unread.split_to(*left as usize);
-                    *left = 0;
-                    piece
-                };
-                Ok(Step::Data(piece.freeze()))
-            }
+            Framing::Length(left) => Ok(Step::Data(take_at_most(left, unread))),
         }
     }
 

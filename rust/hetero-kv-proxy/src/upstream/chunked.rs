@@ -66,20 +66,11 @@ impl Chunked {
                     if unread.is_empty() {
                         return Ok(Step::More);
                     }
-                    let there = unread.len() as u64;
-                    let piece = if there <= *left {
-                        *left -= there;
-                        // With the spare room behind it: nothing stays allocated here.
-                        std::mem::take(unread)
-                    } else {
-                        let piece = unread.split_to(*left as usize);
-                        *left = 0;
-                        piece
-                    };
+                    let piece = take_at_most(left, unread);
                     if *left == 0 {
                         *self = Self::DataEnd;
                     }
-                    return Ok(Step::Data(piece.freeze()));
+                    return Ok(Step::Data(piece));
                 }
                 Self::Ended => return Ok(Step::End),
                 Self::Size | Self::DataEnd | Self::Trailers(_) => {
@@ -136,6 +127,23 @@ impl Chunked {
         *self = next;
         Ok(true)
     }
+}
+
+/// Takes what is there of the next `left` bytes, and leaves in `left` how many are still to come.
+// Inline, since no link-time optimisation looks across modules: a streamed answer asks for each piece.
+#[inline]
+pub(super) fn take_at_most(left: &mut u64, unread: &mut BytesMut) -> Bytes {
+    let there = unread.len() as u64;
+    let piece = if there <= *left {
+        *left -= there;
+        // With the spare room behind it: nothing stays allocated here.
+        std::mem::take(unread)
+    } else {
+        let piece = unread.split_to(*left as usize);
+        *left = 0;
+        piece
+    };
+    piece.freeze()
 }
 
 /// The size that a chunk-size line says.
