@@ -81,14 +81,6 @@ impl Pool {
         self
     }
 
-    /// The same pool, which is asked for its [`Pool::outlook`]: its load counts whatever the policy.
-    #[must_use]
-    pub fn with_outlook(mut self) -> Self {
-        self.reads_load = true;
-        self.told.forget();
-        self
-    }
-
     /// Whether the policy, or somebody else, goes by load.
     pub fn reads_load(&self) -> bool {
         self.reads_load
