@@ -174,7 +174,7 @@ async fn without_descriptors_connections_wait_and_accepting_backs_off() {
     let (p, d) = pair().await;
     let (child, address, mut log) = serve(&p, &d);
     let pid = Some(Pid::from_child(&child));
-    let child = Started(Some(child));
+    let child = Started::new(child);
     let health = async |client: &mut Client| {
         client.get("/health").await;
         client.reply().await.status
@@ -309,8 +309,8 @@ async fn strangers_at_the_registration_port_do_not_fill_the_log() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the executable starts");
-    let mut child = Started(Some(child));
-    let mut log = BufReader::new(child.child().stderr.take().expect("piped"));
+    let mut child = Started::new(child);
+    let mut log = BufReader::new(child.child_mut().stderr.take().expect("piped"));
     let mut text = String::new();
     let address: SocketAddr = loop {
         let mut line = String::new();
@@ -361,8 +361,8 @@ async fn mock_tells_its_urls_and_bench_tells_by_its_exit_what_came_of_the_run() 
         .stdout(Stdio::piped())
         .spawn()
         .expect("the executable starts");
-    let mut mock = Started(Some(mock));
-    let mut urls = BufReader::new(mock.child().stdout.take().expect("piped")).lines();
+    let mut mock = Started::new(mock);
+    let mut urls = BufReader::new(mock.child_mut().stdout.take().expect("piped")).lines();
     let mut url = || {
         let line = urls.next().expect("a line").expect("text");
         line.strip_suffix(" decode").expect("its role").to_owned()

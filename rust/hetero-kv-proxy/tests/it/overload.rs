@@ -1,16 +1,17 @@
 //! The executable under as many clients as make others break.
 
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Script};
+use crate::process::{Started, signal};
 use crate::{COMPLETIONS, PROMPT, STREAM};
 
 const CLIENTS: usize = 2_048;
@@ -19,16 +20,8 @@ const CLIENTS: usize = 2_048;
 const OPEN_FILES: u32 = 256;
 
 struct Executable {
-    child: Child,
+    process: Started,
     address: SocketAddr,
-}
-
-impl Drop for Executable {
-    fn drop(&mut self) {
-        // One that has ended already is as good.
-        let _killed = self.child.kill();
-        let _status = self.child.wait();
-    }
 }
 
 impl Executable {
@@ -50,7 +43,8 @@ impl Executable {
             command.args(["--decode", &engine.url()]);
         }
         let child = command.stdin(Stdio::null()).spawn().expect("it starts");
-        let executable = Self { child, address };
+        let process = Started::new(child);
+        let executable = Self { process, address };
         let begun = Instant::now();
         while TcpStream::connect(address).await.is_err() {
             assert!(
@@ -62,12 +56,9 @@ impl Executable {
         executable
     }
 
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).expect("it runs");
-    }
-
     fn rss_mib(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()));
+        let id = self.process.child().id();
+        let status = std::fs::read_to_string(format!("/proc/{id}/status"));
         let status = status.expect("it runs");
         let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = rss.and_then(|text| text.trim().strip_suffix(" kB"));
@@ -97,7 +88,7 @@ async fn a_burst_finds_room_while_nobody_accepts_and_with_few_descriptors_at_sta
     let room = somaxconn.trim().parse::<usize>().expect("a number");
     let burst = CLIENTS.min(room);
 
-    proxy.signal(Signal::STOP);
+    signal(proxy.process.child(), Signal::STOP);
     let mut clients = Vec::new();
     for at in 0..burst {
         let connected = timeout(Duration::from_millis(800), Client::connect(proxy.address)).await;
@@ -105,7 +96,7 @@ async fn a_burst_finds_room_while_nobody_accepts_and_with_few_descriptors_at_sta
         client.post(COMPLETIONS, &[], PROMPT.as_bytes()).await;
         clients.push(client);
     }
-    proxy.signal(Signal::CONT);
+    signal(proxy.process.child(), Signal::CONT);
     for mut client in clients {
         assert_eq!(client.reply().await.status, 200);
     }

@@ -18,10 +18,18 @@ pub(crate) fn command() -> Command {
 }
 
 /// A process that does not outlive its test.
-pub(crate) struct Started(pub(crate) Option<Child>);
+pub(crate) struct Started(Option<Child>);
 
 impl Started {
-    pub(crate) fn child(&mut self) -> &mut Child {
+    pub(crate) fn new(child: Child) -> Self {
+        Self(Some(child))
+    }
+
+    pub(crate) fn child(&self) -> &Child {
+        self.0.as_ref().expect("not taken yet")
+    }
+
+    pub(crate) fn child_mut(&mut self) -> &mut Child {
         self.0.as_mut().expect("not taken yet")
     }
 
@@ -56,19 +64,11 @@ pub(crate) async fn exit_code(mut child: Child) -> Option<i32> {
     }
 }
 
-/// A serving process, killed with its test, and where it listens.
+/// A serving process, and where it listens.
 pub(crate) struct Serving {
-    child: Child,
+    process: Started,
     pub(crate) clients: SocketAddr,
     pub(crate) admin: SocketAddr,
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        // One that has ended already is as good.
-        let _killed = self.child.kill();
-        let _status = self.child.wait();
-    }
 }
 
 impl Serving {
@@ -91,7 +91,7 @@ impl Serving {
             .expect("the executable starts");
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
         let mut serving = Self {
-            child,
+            process: Started::new(child),
             clients: nowhere,
             admin: nowhere,
         };
@@ -120,7 +120,7 @@ impl Serving {
 
     /// Has it read its files again, and waits for the `count`th word about it.
     pub(crate) async fn reload(&self, log: &Path, count: usize) {
-        kill_process(Pid::from_child(&self.child), Signal::HUP).expect("it is there");
+        signal(self.process.child(), Signal::HUP);
         let start = Instant::now();
         let told = || {
             let word = |line: &Value| {
