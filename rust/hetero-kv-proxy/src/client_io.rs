@@ -228,18 +228,21 @@ fn head_end(bytes: &[u8]) -> Option<usize> {
 }
 
 fn has_two_lengths(head: &[u8]) -> bool {
-    let has = |name: &str| {
-        head.split(|byte| *byte == b'\n').any(|line| {
-            line.iter()
-                .position(|byte| *byte == b':')
-                .is_some_and(|colon| {
-                    line[..colon]
-                        .trim_ascii()
-                        .eq_ignore_ascii_case(name.as_bytes())
-                })
-        })
-    };
-    has("content-length") && has("transfer-encoding")
+    let (mut length, mut coding) = (false, false);
+    for line in head.split(|byte| *byte == b'\n') {
+        // Few lines begin like one of the two names.
+        if !matches!(
+            line.trim_ascii_start().first(),
+            Some(b'c' | b'C' | b't' | b'T')
+        ) {
+            continue;
+        }
+        let colon = line.iter().position(|byte| *byte == b':').unwrap_or(0);
+        let name = line[..colon].trim_ascii();
+        length |= name.eq_ignore_ascii_case(b"content-length");
+        coding |= name.eq_ignore_ascii_case(b"transfer-encoding");
+    }
+    length && coding
 }
 
 impl AsyncRead for ClientIo {

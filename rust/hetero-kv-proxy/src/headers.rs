@@ -39,15 +39,19 @@ const EDGE: [HeaderName; 9] = [
 /// Reserved for the hand-over between this proxy and engines.
 const EDGE_PREFIX: &str = "x-hetero-kv-";
 
-fn drop_hop_by_hop(headers: &mut HeaderMap) {
-    let nominated: Vec<HeaderName> = headers
-        .get_all(header::CONNECTION)
-        .iter()
+/// Removes what is of one connection, and whatever `drops` names.
+fn drop_headers(headers: &mut HeaderMap, drops: impl Fn(&HeaderName) -> bool) {
+    let nominated = headers.get_all(header::CONNECTION).iter();
+    let nominated = nominated
         .filter_map(|value| value.to_str().ok())
         .flat_map(|value| value.split(','))
-        .filter_map(|name| name.trim().parse().ok())
-        .collect();
-    for name in HOP_BY_HOP.iter().chain(&nominated) {
+        .filter_map(|name| name.trim().parse().ok());
+    // Few of the headers that are there go, and all that could be there are many.
+    let found = headers
+        .keys()
+        .filter(|name| HOP_BY_HOP.contains(name) || drops(name));
+    let dropped: Vec<HeaderName> = found.cloned().chain(nominated).collect();
+    for name in dropped {
         headers.remove(name);
     }
 }
@@ -61,18 +65,9 @@ pub fn for_legs<E>(
     mut headers: HeaderMap,
     mint: impl FnOnce() -> Result<String, E>,
 ) -> Result<HeaderMap, E> {
-    drop_hop_by_hop(&mut headers);
-    for name in &EDGE {
-        headers.remove(name);
-    }
-    let reserved: Vec<HeaderName> = headers
-        .keys()
-        .filter(|name| name.as_str().starts_with(EDGE_PREFIX))
-        .cloned()
-        .collect();
-    for name in reserved {
-        headers.remove(name);
-    }
+    drop_headers(&mut headers, |name| {
+        EDGE.contains(name) || name.as_str().starts_with(EDGE_PREFIX)
+    });
     if !headers.contains_key(REQUEST_ID)
         && let Ok(id) = HeaderValue::try_from(mint()?)
     {
@@ -84,11 +79,10 @@ pub fn for_legs<E>(
 /// An engine's answer headers as the client gets them. The length is left to the body, and the id
 /// is the client's also where the engine was given another, which may hold addresses.
 pub fn for_client(mut headers: HeaderMap, request_id: Option<&HeaderValue>) -> HeaderMap {
-    drop_hop_by_hop(&mut headers);
-    headers.remove(header::CONTENT_LENGTH);
-    // Of the leg, and not of the client's request.
-    headers.remove(TRACEPARENT);
-    headers.remove(TRACESTATE);
+    // The trace is that of the leg, and not of the client's request.
+    drop_headers(&mut headers, |name| {
+        [header::CONTENT_LENGTH, TRACEPARENT, TRACESTATE].contains(name)
+    });
     if let Some(id) = request_id {
         headers.insert(REQUEST_ID, id.clone());
     }

@@ -10,6 +10,9 @@ const DEPTH_MAX: usize = 128;
 /// Bytes of a string that are looked at together: of a long one, and of what is left of it.
 const LONG_LANES: usize = 64;
 const LANES: usize = 16;
+/// Bytes of a word, and how many words of a string are looked at before it counts as long.
+const WORD: usize = 8;
+const SHORT_WORDS: usize = 4;
 
 /// The offset behind the opening brace and the members, or `None` where a parser has to judge.
 pub(super) fn members(text: &[u8]) -> Option<(usize, Vec<Member>)> {
@@ -104,12 +107,20 @@ impl Scan<'_> {
 
     /// Passes bytes that stand for themselves.
     fn plain(&mut self) {
-        let rest = &self.text[self.at..];
-        let long = plain_lanes::<LONG_LANES>(rest);
-        let lanes = plain_lanes::<LANES>(&rest[long..]);
-        let tail = &rest[long + lanes..];
+        // Most strings are names, ids and tokens, and end within a few words.
+        let (words, _) = self.text[self.at..].as_chunks::<WORD>();
+        for word in words.iter().take(SHORT_WORDS) {
+            if let Some(special) = first_special(*word) {
+                self.at += special;
+                return;
+            }
+            self.at += WORD;
+        }
+        self.at += plain_lanes::<LONG_LANES>(&self.text[self.at..]);
+        self.at += plain_lanes::<LANES>(&self.text[self.at..]);
+        let tail = &self.text[self.at..];
         let plain = tail.iter().position(|byte| is_special(*byte) != 0);
-        self.at += long + lanes + plain.unwrap_or(tail.len());
+        self.at += plain.unwrap_or(tail.len());
     }
 
     /// Passes one value of any kind.
@@ -232,6 +243,18 @@ impl Scan<'_> {
 /// Not 0 for a byte that ends a string, begins an escape, or has to be escaped.
 fn is_special(byte: u8) -> u8 {
     u8::from((byte < b' ') | (byte == b'"') | (byte == b'\\'))
+}
+
+/// Which byte of a word is the first that is special.
+fn first_special(word: [u8; WORD]) -> Option<usize> {
+    const ONES: u64 = u64::from_le_bytes([1; WORD]);
+    const TOPS: u64 = ONES << 7;
+    let word = u64::from_le_bytes(word);
+    // The top bit of each byte that is less than `low`; of those behind the first, maybe of others too.
+    let below = |word: u64, low: u64| word.wrapping_sub(ONES * low) & !word & TOPS;
+    let is = |byte: u8| below(word ^ (ONES * u64::from(byte)), 1);
+    let special = below(word, b' '.into()) | is(b'"') | is(b'\\');
+    (special != 0).then(|| (special.trailing_zeros() / u8::BITS) as usize)
 }
 
 /// The length of the first whole lanes in which no byte is special.

@@ -40,11 +40,13 @@ pub(super) struct Member {
 impl Member {
     /// Whether this is the member `name` of `text`.
     fn is(&self, text: &[u8], name: &str) -> bool {
-        let raw = &text[self.name.clone()];
         if self.escaped {
+            let raw = &text[self.name.clone()];
             return serde_json::from_slice::<String>(raw).is_ok_and(|decoded| decoded == name);
         }
-        raw.len() == name.len() + 2 && &raw[1..raw.len() - 1] == name.as_bytes()
+        // Nearly all differ in length.
+        self.name.len() == name.len() + 2
+            && &text[self.name.start + 1..self.name.end - 1] == name.as_bytes()
     }
 }
 
