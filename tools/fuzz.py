@@ -63,7 +63,8 @@ def missing(toolchain: str) -> str | None:
 def build(toolchain: str) -> Path:
     """The fuzzer. Raises `CalledProcessError` where it does not build."""
     flags = " ".join(COVERAGE)
-    # The lock is of the moment: the crates it adds to the project's are the fuzzer's alone.
+    # What is fuzzed has the project's own crates; cargo adds those of the fuzzer to the copy.
+    shutil.copy(ROOT / "Cargo.lock", CRATE / "Cargo.lock")
     command = ["cargo", f"+{toolchain}", "build", "--release", "--target", TARGET]
     command += ["--manifest-path", str(CRATE / "Cargo.toml")]
     env = {**os.environ, "CARGO_TARGET_DIR": str(BUILD), "RUSTFLAGS": flags}
