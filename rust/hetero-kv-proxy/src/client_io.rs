@@ -1,6 +1,8 @@
 //! A client's socket, with what hyper does not watch: a client that takes nothing, and a request
 //! head with two lengths.
 
+mod heads;
+
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,10 +15,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, timeout};
 
+use self::heads::Heads;
 use crate::sync::lock;
 
-/// A longer head is refused by hyper.
-const HEAD_BYTES_MAX: usize = 512 << 10;
 /// What a client that is slow has behind the deadline to take what it is told of it.
 const LAST_WORD: Duration = Duration::from_millis(50);
 /// How long, and how much, a closing connection is read so that the client sees the answer.
@@ -26,9 +27,8 @@ const LINGER_BYTES_MAX: usize = 256 << 20;
 /// Watches request heads for both `Content-Length` and `Transfer-Encoding`.
 ///
 /// hyper obeys the second and forgets the first; two parsers that differ here are how requests are
-/// smuggled, so such a request is refused (RFC 9112, section 6.3). A request pipelined behind
-/// another may escape the watch: hyper's reading of it is then the only one, since the legs are
-/// framed anew.
+/// smuggled, so such a request is refused (RFC 9112, section 6.3), and one that came before it in
+/// the same piece with it.
 #[derive(Debug)]
 pub struct HeadWatch {
     armed: AtomicBool,
@@ -70,7 +70,7 @@ impl HeadWatch {
         Arc::clone(&self.leg)
     }
 
-    /// The next bytes read are those of a new head: the last request was read whole.
+    /// The last request was read whole.
     pub fn arm(&self) {
         self.armed.store(true, Ordering::Relaxed);
     }
@@ -80,7 +80,7 @@ impl HeadWatch {
         self.armed.load(Ordering::Relaxed)
     }
 
-    /// Whether the last head had two lengths.
+    /// Whether a head had two lengths.
     pub fn has_two_lengths(&self) -> bool {
         self.two_lengths.load(Ordering::Relaxed)
     }
@@ -91,7 +91,7 @@ impl HeadWatch {
 pub struct ClientIo {
     stream: TcpStream,
     watch: Arc<HeadWatch>,
-    head: Vec<u8>,
+    heads: Heads,
     write_timeout: Duration,
     stalled: Option<Stalled>,
 }
@@ -110,7 +110,7 @@ impl ClientIo {
         Self {
             stream,
             watch,
-            head: Vec::new(),
+            heads: Heads::default(),
             write_timeout,
             stalled: None,
         }
@@ -139,26 +139,13 @@ impl ClientIo {
     }
 
     fn note_read(&mut self, fresh: &[u8]) {
-        // Nearly every head comes in one read, maybe with a long body behind it.
-        if self.head.is_empty()
-            && let Some(end) = head_end(fresh)
-        {
-            let two = has_two_lengths(&fresh[..end]);
-            self.watch.two_lengths.store(two, Ordering::Relaxed);
+        let found = self.heads.note(fresh);
+        if found.head {
             self.watch.armed.store(false, Ordering::Relaxed);
-            return;
         }
-        // The blank line may lie across two reads.
-        let from = self.head.len().saturating_sub(3);
-        self.head.extend_from_slice(fresh);
-        if let Some(end) = head_end(&self.head[from..]) {
-            let two = has_two_lengths(&self.head[..from + end]);
-            self.watch.two_lengths.store(two, Ordering::Relaxed);
-        } else if self.head.len() < HEAD_BYTES_MAX {
-            return;
+        if found.two_lengths {
+            self.watch.two_lengths.store(true, Ordering::Relaxed);
         }
-        self.watch.armed.store(false, Ordering::Relaxed);
-        self.head = Vec::new();
     }
 
     /// What a write comes to for which the socket is not ready.
@@ -213,38 +200,6 @@ fn fill(stream: &TcpStream, bufs: &[io::IoSlice<'_>]) -> io::Result<usize> {
     Ok(sendmsg(stream, bufs, &mut nothing, flags)?)
 }
 
-/// Where the first blank line ends.
-fn head_end(bytes: &[u8]) -> Option<usize> {
-    let after = |at: usize| match bytes.get(at + 1..) {
-        Some([b'\n', ..]) => Some(at + 2),
-        Some([b'\r', b'\n', ..]) => Some(at + 3),
-        Some(_) | None => None,
-    };
-    bytes
-        .iter()
-        .enumerate()
-        .filter(|(_, byte)| **byte == b'\n')
-        .find_map(|(at, _)| after(at))
-}
-
-fn has_two_lengths(head: &[u8]) -> bool {
-    let (mut length, mut coding) = (false, false);
-    for line in head.split(|byte| *byte == b'\n') {
-        // Few lines begin like one of the two names.
-        if !matches!(
-            line.trim_ascii_start().first(),
-            Some(b'c' | b'C' | b't' | b'T')
-        ) {
-            continue;
-        }
-        let colon = line.iter().position(|byte| *byte == b':').unwrap_or(0);
-        let name = line[..colon].trim_ascii();
-        length |= name.eq_ignore_ascii_case(b"content-length");
-        coding |= name.eq_ignore_ascii_case(b"transfer-encoding");
-    }
-    length && coding
-}
-
 impl AsyncRead for ClientIo {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -253,9 +208,7 @@ impl AsyncRead for ClientIo {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
-        if self.watch.armed.load(Ordering::Relaxed) {
-            self.note_read(&buf.filled()[before..]);
-        }
+        self.note_read(&buf.filled()[before..]);
         Poll::Ready(Ok(()))
     }
 }

@@ -31,6 +31,7 @@ use crate::config::BaseUrl;
 use crate::sync::lock;
 
 pub use self::body::EngineBody;
+pub(crate) use self::chunked::{Chunked, Step};
 pub use self::malformed::malformed;
 
 /// Limits of a pool.

@@ -1,4 +1,4 @@
-//! The chunked coding of an answer's body (RFC 9112, section 7.1). Pure: bytes in, pieces out.
+//! The chunked coding of a body (RFC 9112, section 7.1). Pure: bytes in, pieces out.
 
 use bytes::{Buf, Bytes, BytesMut};
 
@@ -12,7 +12,7 @@ const SIZE_DIGITS_MAX: usize = 16;
 
 /// What the bytes so far hold.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(crate) enum Step {
     /// Data of a chunk, or of the part of it that is there.
     Data(Bytes),
     /// Nothing more without more bytes.
@@ -23,7 +23,7 @@ pub(super) enum Step {
 
 /// Where in the coding the next byte stands.
 #[derive(Debug, Default)]
-pub(super) enum Chunked {
+pub(crate) enum Chunked {
     /// At a chunk-size line.
     #[default]
     Size,
@@ -40,7 +40,7 @@ pub(super) enum Chunked {
 /// The bytes are no chunked coding.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{fault}: {seen}")]
-pub(super) struct Malformed {
+pub(crate) struct Malformed {
     fault: &'static str,
     seen: Excerpt,
 }
@@ -59,7 +59,7 @@ impl Chunked {
     ///
     /// # Errors
     /// [`Malformed`]; `unread` is then at the fault, and so is every later call.
-    pub(super) fn next(&mut self, unread: &mut BytesMut) -> Result<Step, Malformed> {
+    pub(crate) fn next(&mut self, unread: &mut BytesMut) -> Result<Step, Malformed> {
         loop {
             match self {
                 Self::Data(left) => {

@@ -173,6 +173,26 @@ async fn two_lengths_in_either_order_are_400_and_close_the_connection() {
             assert!(client.head().await.is_none(), "the connection is closed");
         }
     }
+    // In one piece with a request before it, whatever length that has.
+    let both = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\n{}\r\n\r\n{chunked}",
+        two[0]
+    );
+    for before in [
+        "GET /health HTTP/1.1\r\nHost: x\r\n\r\n".to_owned(),
+        format!(
+            "POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n{PROMPT}",
+            PROMPT.len()
+        ),
+        format!(
+            "POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n{chunked}"
+        ),
+    ] {
+        let mut client = Client::connect(proxy.address).await;
+        client.raw([before, both.clone()].concat().as_bytes()).await;
+        assert_eq!(client.reply().await.error_code(), "two_lengths");
+        assert!(client.head().await.is_none(), "the connection is closed");
+    }
     // Either length alone is fine.
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
 }
