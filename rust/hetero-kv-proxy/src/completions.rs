@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue, Request as HttpRequest, header};
 use hyper::body::Incoming;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::Ticket;
@@ -156,8 +156,10 @@ async fn run(
     let running = Running::enter(app, &call.headers);
     let decode = tokio::select! {
         biased;
-        decode = legs(&call, order, record) => decode?,
-        () = sleep_until(deadline) => return Err(deadline_exceeded().into()),
+        // A timer of its own would not ring while a leg takes all that a task may do in one turn.
+        decode = timeout_at(deadline, legs(&call, order, record)) => {
+            decode.unwrap_or_else(|_| Err(deadline_exceeded().into()))?
+        }
         // As if the client had left.
         () = running.aborted() => return Err(aborted().into()),
     };

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::DropGuard;
 
 use crate::app::App;
@@ -150,11 +150,14 @@ fn settle(app: &Arc<App>, leg: impl Future<Output = ()> + Send + 'static, writte
     let grace = app.config().handover_grace;
     app.metrics.settles.inc();
     let task = async move {
-        tokio::select! {
-            () = leg => {}
-            () = written_for(&written, grace) => {}
-            () = sleep(SETTLE_MAX) => {}
-        }
+        let ended = async {
+            tokio::select! {
+                () = leg => {}
+                () = written_for(&written, grace) => {}
+            }
+        };
+        // It has ended, or its time is over.
+        let _ended = timeout(SETTLE_MAX, ended).await;
     };
     // Without a runtime the process is ending, and every connection with it.
     if let Ok(runtime) = tokio::runtime::Handle::try_current() {

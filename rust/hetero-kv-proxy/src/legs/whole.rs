@@ -2,8 +2,9 @@
 
 use std::io;
 
-use bytes::Bytes;
-use http_body_util::{BodyExt, LengthLimitError};
+use bytes::{Bytes, BytesMut};
+use http_body::Body;
+use http_body_util::BodyExt;
 
 use super::malformed;
 use crate::app::App;
@@ -23,12 +24,8 @@ pub(crate) enum Unreadable {
 }
 
 impl Unreadable {
-    fn of(error: &(dyn std::error::Error + 'static), max: u64) -> Self {
-        if error.is::<LengthLimitError>() {
-            return Self::TooLarge(max);
-        }
-        let error = error.downcast_ref::<io::Error>();
-        match error.and_then(upstream::malformed) {
+    fn of(error: &io::Error) -> Self {
+        match upstream::malformed(error) {
             Some(fault) => Self::Malformed(fault),
             None => Self::Broken,
         }
@@ -72,15 +69,24 @@ impl Unreadable {
     }
 }
 
-/// An answer read whole.
-pub(crate) async fn read_answer(app: &App, body: EngineBody) -> Result<Bytes, Unreadable> {
+/// An answer read whole. Its pieces are put together as they come: of many small ones each would hold
+/// far more memory than its bytes.
+pub(crate) async fn read_answer(app: &App, mut body: EngineBody) -> Result<Bytes, Unreadable> {
     let max = app.config().prefill_answer_bytes_max;
-    let bytes_max = usize::try_from(max).unwrap_or(usize::MAX);
-    let whole = http_body_util::Limited::new(body, bytes_max)
-        .collect()
-        .await;
-    match whole {
-        Ok(whole) => Ok(whole.to_bytes()),
-        Err(error) => Err(Unreadable::of(&*error, max)),
+    let mut whole = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| Unreadable::of(&error))?;
+        let Ok(piece) = frame.into_data() else {
+            continue;
+        };
+        if whole.len() as u64 + piece.len() as u64 > max {
+            return Err(Unreadable::TooLarge(max));
+        }
+        // One that came at once is not copied.
+        if whole.is_empty() && body.is_end_stream() {
+            return Ok(piece);
+        }
+        whole.extend_from_slice(&piece);
     }
+    Ok(whole.freeze())
 }

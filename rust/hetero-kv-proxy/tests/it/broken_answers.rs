@@ -227,3 +227,22 @@ async fn a_prefill_answer_over_the_limit_is_told_and_not_retried() {
     assert!(reply.text().contains("1024"), "{}", reply.text());
     assert_eq!((p0.count(), p1.count(), d.count()), (1, 0, 0));
 }
+
+/// The proxy has always more to read than it may in one turn of a task: the deadline holds all the
+/// same, and an answer in small pieces takes no more memory than one in large ones.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_deadline_holds_for_a_prefill_answer_that_never_waits() {
+    let (p, d) = pair().await;
+    let settings = Settings {
+        request_timeout_s: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    p.once(faulty(&"1\r\n \r\n".repeat(10_000_000)));
+    let begun = std::time::Instant::now();
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    let took = begun.elapsed();
+    let told = (reply.status, reply.error_code());
+    assert_eq!(told, (504, "deadline_exceeded".to_owned()));
+    assert!(took.as_secs_f64() < 2.0, "{took:?}");
+}
