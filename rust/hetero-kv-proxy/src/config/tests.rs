@@ -169,6 +169,10 @@ fn a_connector_refuses_workers_that_it_cannot_serve() {
         faults(&[&head[..], &PAIR[2..]].concat())
     };
     assert!(args("moriio-read", "http://p:1,dp=2,tp=2")[0].contains("share ports"));
+    let other = args("moriio-read", "http://p:1,mode=write").remove(0);
+    for part in ["http://p:1: `mode` is `write`", "--connector moriio-write"] {
+        assert!(other.contains(part), "{part}: {other}");
+    }
     assert!(args("none", "http://p:1")[0].contains("sends no prefill leg"));
     let alone = ["--connector", "none", "--decode", "http://d:2"];
     assert!(resolve(&alone).expect("valid").prefill.is_empty());

@@ -4,7 +4,7 @@ use super::address::{self, Worker, WorkerFault};
 use super::faults::{Faults, fill};
 use crate::cli::Settings;
 use crate::connectors::{self, Connector, Order};
-use crate::routing::Role;
+use crate::routing::{Field, Role};
 
 impl Faults {
     /// The connector that is named, where there is one of that name.
@@ -87,6 +87,11 @@ pub(crate) fn worker_faults(
             text: format!("`{key}` has no use with --connector {name}"),
         })
         .collect();
+    let mode = worker.traits.get(Field::Mode);
+    if let Some(text) = mode.and_then(|told| connectors::other_mode(connector, told)) {
+        let key = Some(Field::Mode.key());
+        faults.push(WorkerFault { key, text });
+    }
     if let Err(text) = connector.check(role, &worker.peer) {
         faults.push(WorkerFault { key: None, text });
     }

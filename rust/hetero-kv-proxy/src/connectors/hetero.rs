@@ -15,6 +15,10 @@ impl Connector for Hetero {
         Order::PrefillFirst
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &["HeteroKVConnector"]
+    }
+
     /// The params name the prompt they belong to by its digest, and acknowledgements are sets: the
     /// sequence that they fit reads, the others compute.
     fn shares_transfer(&self) -> bool {

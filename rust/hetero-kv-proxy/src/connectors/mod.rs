@@ -11,6 +11,7 @@ mod moriio_write;
 mod nixl;
 mod none;
 mod peer;
+mod told;
 
 #[cfg(test)]
 mod tests;
@@ -19,6 +20,8 @@ use std::fmt;
 
 use crate::openai::response::PrefillAnswer;
 use crate::routing::Role;
+
+pub(crate) use told::{other_connector, other_mode};
 
 pub use peer::{PeerSpec, Slot, WORKER_KEYS, ZmqAddress};
 
@@ -90,6 +93,9 @@ pub trait Connector: fmt::Debug + Send + Sync {
     fn moriio_mode(&self) -> Option<&'static str> {
         None
     }
+
+    /// The names in engines' `kv_connector` that are served; none where any engine is.
+    fn engine_names(&self) -> &'static [&'static str];
 
     /// Which of [`WORKER_KEYS`] a worker of this connector may state.
     fn worker_keys(&self) -> &'static [&'static str] {

@@ -21,6 +21,10 @@ impl Connector for Mooncake {
         Order::PrefillFirst
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &["MooncakeConnector"]
+    }
+
     fn needs_engine_id(&self) -> bool {
         true
     }

@@ -7,6 +7,9 @@
 use super::{PeerSpec, Slot, Transfer};
 use crate::routing::Role;
 
+/// What engines of both modes are started with.
+pub(super) const ENGINE_NAMES: [&str; 1] = ["MoRIIOConnector"];
+
 /// The keys of a worker in both modes.
 pub(super) const KEYS: [&str; 6] = [
     "dp-size",

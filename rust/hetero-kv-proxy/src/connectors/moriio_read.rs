@@ -19,6 +19,10 @@ impl Connector for MoriioRead {
         Order::PrefillFirst
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &moriio::ENGINE_NAMES
+    }
+
     fn needs_pair(&self) -> bool {
         true
     }

@@ -17,6 +17,10 @@ impl Connector for MoriioWrite {
         Order::Together
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &moriio::ENGINE_NAMES
+    }
+
     fn needs_pair(&self) -> bool {
         true
     }

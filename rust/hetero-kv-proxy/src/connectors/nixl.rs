@@ -15,6 +15,10 @@ impl Connector for Nixl {
         Order::PrefillFirst
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &["NixlConnector", "NixlPullConnector", "NixlPushConnector"]
+    }
+
     fn prefill_leg(&self, _: &Transfer<'_>) -> Leg {
         Leg {
             params: concat!(

@@ -15,6 +15,10 @@ impl Connector for NoConnector {
         Order::DecodeAlone
     }
 
+    fn engine_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     fn prefill_leg(&self, _: &Transfer<'_>) -> Leg {
         Leg {
             params: "null".to_owned(),

@@ -253,3 +253,63 @@ fn workers_that_no_mode_can_serve_are_refused_with_the_reason() {
     let read = connector("moriio-read");
     read.check(Role::Decode, &part).expect("served");
 }
+
+#[test]
+fn a_worker_of_another_mode_is_refused_where_the_connector_has_modes() {
+    let fault = |name, told| other_mode(connector(name), told);
+    let reason = fault("moriio-read", "write").expect("another mode");
+    for part in ["`mode`", "`write`", "`read`", "--connector moriio-write"] {
+        assert!(reason.contains(part), "{part}: {reason}");
+    }
+    let reason = fault("moriio-write", "READ").expect("another mode");
+    assert!(reason.contains("--connector moriio-read"), "{reason}");
+    let reason = fault("moriio-write", "push").expect("no mode of its");
+    assert!(reason.contains("`push`"), "{reason}");
+    for (name, told) in [
+        ("moriio-read", "READ"),
+        ("moriio-read", "read"),
+        ("moriio-write", "write"),
+        ("hetero", "read"),
+        ("hetero", "write"),
+        ("nixl", "push"),
+        ("mooncake", "write"),
+        ("none", "read"),
+    ] {
+        assert_eq!(fault(name, told), None, "{name} {told}");
+    }
+}
+
+#[test]
+fn a_worker_of_another_connector_is_refused_by_its_name() {
+    let fault = |name, told| other_connector(connector(name), told);
+    for (name, told, way_out) in [
+        ("hetero", "NixlConnector", "--connector nixl"),
+        ("nixl", "hetero", "--connector hetero"),
+        ("nixl", "HeteroKVConnector", "--connector hetero"),
+        ("mooncake", "NixlPushConnector", "--connector nixl"),
+        (
+            "nixl",
+            "MoRIIOConnector",
+            "--connector moriio-read or moriio-write",
+        ),
+        ("moriio-write", "MooncakeConnector", "--connector mooncake"),
+    ] {
+        let reason = fault(name, told).expect(told);
+        for part in ["`kv.connector`", told, name, way_out] {
+            assert!(reason.contains(part), "{part}: {reason}");
+        }
+    }
+    for (name, told) in [
+        ("hetero", "hetero"),
+        ("hetero", "HeteroKVConnector"),
+        ("nixl", "NixlPullConnector"),
+        ("nixl", "MultiConnector"),
+        ("hetero", "LMCacheConnectorV1"),
+        ("hetero", "none"),
+        ("none", "NixlConnector"),
+        ("moriio-read", "MoRIIOConnector"),
+        ("moriio-write", "MoRIIOConnector"),
+    ] {
+        assert_eq!(fault(name, told), None, "{name} {told}");
+    }
+}

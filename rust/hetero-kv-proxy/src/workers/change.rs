@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use super::body::{Told, refused};
+use super::body::{Told, fault, refused};
+use super::facts::Facts;
 use crate::app::App;
 use crate::config::{Worker, base_url, worker_faults};
-use crate::connectors::Order;
+use crate::connectors::{Order, other_connector};
 use crate::instance::{Instance, Leave, Registration, WorkerWeights};
 use crate::openai::error::ApiError;
 use crate::routing::{Role, Standing};
@@ -68,6 +69,16 @@ pub(super) fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiErr
     }
 }
 
+/// Whether a worker's connector is of the kind that legs are made for here.
+fn check_kind(app: &App, facts: &Facts) -> Result<(), ApiError> {
+    let told = facts.connector();
+    let found = told.and_then(|told| other_connector(app.config().connector, told));
+    match found {
+        Some(text) => Err(fault("worker_refused", "kv", text)),
+        None => Ok(()),
+    }
+}
+
 /// What is known of the worker of a role at `url`.
 pub(super) fn known_part(app: &App, role: Role, url: &str) -> Option<Worker> {
     let base = base_url(url).ok()?;
@@ -83,6 +94,7 @@ pub(super) fn known_part(app: &App, role: Role, url: &str) -> Option<Worker> {
 /// A worker registers, or is heard of again. Returns its instance and whether that is a new one.
 pub(super) fn register(app: &Arc<App>, mut told: Told) -> Result<(Arc<Instance>, bool), ApiError> {
     check(app, told.role, &told.worker)?;
+    check_kind(app, &told.facts)?;
     let held = lock(&app.changes);
     let here: Vec<Arc<Instance>> = [Role::Prefill, Role::Decode]
         .into_iter()

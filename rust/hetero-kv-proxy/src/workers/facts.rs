@@ -24,6 +24,13 @@ pub(crate) struct Facts {
     pub(crate) compat: Option<Arc<BTreeMap<String, String>>>,
 }
 
+impl Facts {
+    /// The name of its connector, where it tells one.
+    pub(super) fn connector(&self) -> Option<&str> {
+        self.kv.as_ref()?.get("connector")?.as_str()
+    }
+}
+
 fn object<'a>(
     field: &str,
     value: Option<&'a Value>,

@@ -260,3 +260,57 @@ async fn a_worker_that_the_connector_cannot_serve_is_refused_with_the_reason() {
     );
     assert_eq!(ids(&proxy).await, ["decode-0"]);
 }
+
+#[tokio::test]
+async fn a_worker_of_another_mode_or_connector_is_refused_by_name() {
+    let (p, d) = pair().await;
+    let of = |connector: &str| Settings {
+        connector: Some(connector.to_owned()),
+        ..Settings::default()
+    };
+    let told_mode = json!({"mode": "write"});
+    let told_kind = json!({"kv": {"connector": "NixlConnector"}});
+    let unknown_kind = json!({"kv": {"connector": "MultiConnector"}, "mode": "read"});
+    let proxy = managed_with(of("moriio-read"), &[], &[]).await;
+    for (more, param, parts) in [
+        (
+            &told_mode,
+            "mode",
+            ["`write`", "`read`", "--connector moriio-write"],
+        ),
+        (
+            &told_kind,
+            "kv",
+            ["`NixlConnector`", "MoRIIOConnector", "--connector nixl"],
+        ),
+    ] {
+        let (status, told) = register(&proxy, "prefill", &p, more.clone()).await;
+        assert_eq!((status, &told["error"]["param"]), (400, &json!(param)));
+        assert_eq!(told["error"]["code"], "worker_refused");
+        let message = told["error"]["message"].to_string();
+        for part in parts {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+    }
+    assert!(ids(&proxy).await.is_empty());
+    let (status, _) = register(&proxy, "prefill", &p, unknown_kind.clone()).await;
+    assert_eq!(status, 201);
+    // A heartbeat of the engine's next start may tell what its first did not.
+    let (status, _) = register(&proxy, "prefill", &p, told_mode.clone()).await;
+    assert_eq!(status, 400);
+    assert_eq!(ids(&proxy).await, ["prefill-0"]);
+
+    // Only MoRI-IO's kinds have a mode of their own.
+    let hetero = managed_with(of("hetero"), &[], &[]).await;
+    let ours = json!({"mode": "read", "kv": {"connector": "hetero", "mode": "read"}});
+    for (role, engine, more, status) in [
+        ("prefill", &p, &ours, 201),
+        ("decode", &d, &told_mode, 201),
+        ("decode", &d, &told_kind, 400),
+    ] {
+        assert_eq!(
+            register(&hetero, role, engine, more.clone()).await.0,
+            status
+        );
+    }
+}
