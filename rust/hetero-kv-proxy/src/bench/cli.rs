@@ -12,7 +12,7 @@ pub const EXAMPLE: &str = "\
 Examples
   The columns of RFC #46107, for a proxy that serves, with 10 requests for each connection:
     hetero-kv-proxy bench --url http://127.0.0.1:8000 --concurrency 32,128,512 \\
-      --per-concurrency 10 --warmup 32 --prompt-tokens 8192 --max-tokens 1024
+      --per-concurrency 10 --warmup --prompt-tokens 8192 --max-tokens 1024
 
   Arrivals that do not wait for answers, 20 a second for a minute, kept and compared:
     hetero-kv-proxy bench --url http://127.0.0.1:8000 --rate 20 --duration 60 --json a.json
@@ -75,9 +75,10 @@ pub struct BenchArgs {
     /// How requests of an open loop arrive
     #[arg(long, value_enum, default_value_t = Arrivals::Poisson, help_heading = "Load")]
     pub arrivals: Arrivals,
-    /// Requests before each round that are not counted, as many at once as the round has
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Load")]
-    pub warmup: u32,
+    /// Requests before each round that are not counted, as many at once as the round has; without N
+    /// one for each of those [default: none]
+    #[arg(long, value_name = "N", help_heading = "Load")]
+    pub warmup: Option<Option<u32>>,
     /// Open loop: requests in flight; one that would be more counts as not_sent
     #[arg(long, value_name = "N", default_value_t = 10_000, help_heading = "Load",
         value_parser = clap::value_parser!(u32).range(1..=100_000))]

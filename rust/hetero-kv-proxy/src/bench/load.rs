@@ -82,8 +82,17 @@ impl Load {
             .collect()
     }
 
-    /// Requests at once in front of the round.
-    pub fn warmup_concurrency(self) -> u32 {
+    /// What runs in front of the round, where the flags ask for it.
+    pub fn warmup(self, args: &BenchArgs) -> Option<Self> {
+        let at_once = self.warmup_concurrency();
+        let requests = args.warmup?.unwrap_or(at_once);
+        (requests > 0).then(|| Self::Closed {
+            concurrency: at_once.min(requests),
+            end: End::Requests(u64::from(requests)),
+        })
+    }
+
+    fn warmup_concurrency(self) -> u32 {
         match self {
             Self::Closed { concurrency, .. } => concurrency,
             Self::Open { .. } => 32,

@@ -34,7 +34,7 @@ use crate::tell;
 use cli::BenchArgs;
 use client::{Client, Expect};
 use cpu::Watched;
-use load::{End, Load, Run};
+use load::{Load, Run};
 use prompt::Bodies;
 use report::{CpuReport, Report, RoundReport, VERSION};
 
@@ -151,11 +151,7 @@ async fn one_round(
     load: Load,
     watched: &Watched,
 ) -> anyhow::Result<RoundReport> {
-    if args.warmup > 0 {
-        let warmup = Load::Closed {
-            concurrency: load.warmup_concurrency().min(args.warmup),
-            end: End::Requests(u64::from(args.warmup)),
-        };
+    if let Some(warmup) = load.warmup(args) {
         let tally = load::round(run, warmup).await;
         let failed: Vec<String> = tally
             .failures

@@ -45,6 +45,25 @@ fn failures(report: &Report) -> Vec<(&str, u64)> {
 }
 
 #[tokio::test]
+async fn a_warm_up_without_a_number_is_one_request_for_each_of_the_round_at_once() {
+    for (flags, warm) in [
+        (&["--warmup"][..], 2 + 5),
+        (&[], 0),
+        (&["--warmup", "0"], 0),
+        (&["--warmup", "3"], 3 + 3),
+        // Whatever comes after it.
+        (&["--warmup", "--max-tokens", "2"], 2 + 5),
+    ] {
+        let mock = worker(&[]).await;
+        let rounds = ["--concurrency", "2,5", "--per-concurrency", "1"];
+        let report = bench(&mock, &[&rounds[..], flags].concat()).await;
+        assert!(report.is_complete());
+        let sent = mock.workers[0].counters.plain.load(Relaxed);
+        assert_eq!(sent, 2 + 5 + warm, "{flags:?}");
+    }
+}
+
+#[tokio::test]
 async fn closed_rounds_send_all_and_count_tokens() {
     let mock = worker(&[]).await;
     let flags = [
