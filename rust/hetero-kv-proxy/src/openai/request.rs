@@ -128,14 +128,16 @@ impl Request {
         }
         const COUNT: &str = "a non-negative integer";
         const POSITIVE: &str = "a positive integer";
-        let limit = match route {
-            Route::Completions | Route::ChatCompletions => {
-                let max_tokens = fields.number("max_tokens", 0.0, COUNT)?;
-                let max_completion = fields.number("max_completion_tokens", 0.0, COUNT)?;
-                max_completion.or(max_tokens)
-            }
-            Route::Responses => fields.number("max_output_tokens", 0.0, COUNT)?,
+        let limits = match route {
+            Route::Completions | Route::ChatCompletions => [
+                fields.number("max_completion_tokens", 0.0, COUNT)?,
+                fields.number("max_tokens", 0.0, COUNT)?,
+            ],
+            Route::Responses => [fields.number("max_output_tokens", 0.0, COUNT)?, None],
         };
+        let limit = limits[0].or(limits[1]);
+        // Which of two counts differs from engine to engine.
+        let has_zero = limits.contains(&Some(0.0));
         if let (Some(low), Some(high)) = (fields.number("min_tokens", 0.0, COUNT)?, limit)
             && low > high
         {
@@ -194,6 +196,11 @@ impl Request {
                 // Tools that the engine itself runs make several engine requests of one.
                 several |= fields.get("tools")?.is_some_and(has_engine_tools);
             }
+        }
+        // Nothing would be made of KV that prefill pins: most engines refuse such a limit. With
+        // `echo` the prompt is the answer.
+        if has_zero && !(echo && route == Route::Completions) {
+            alone.get_or_insert("no_tokens");
         }
         let prefill_endpoint = match fields.get(PREFILL_ENDPOINT)? {
             None => None,

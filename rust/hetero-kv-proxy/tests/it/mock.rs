@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::client::{Client, Reply};
-use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric_sum, proxy_with, until};
+use crate::{CHAT, COMPLETIONS, PROMPT, STREAM, metric, metric_sum, proxy_with, until};
 
 pub(crate) fn args(flags: &[&str]) -> MockArgs {
     let line = ["hetero-kv-proxy", "mock"].iter().chain(flags);
@@ -328,4 +328,36 @@ async fn the_proxy_serves_from_mock_workers_and_they_are_left_clean() {
         (0, 2)
     );
     assert!(metric_sum(&proxy, "ttft_seconds_count").await >= 1.0);
+}
+
+#[tokio::test]
+async fn a_limit_of_no_tokens_is_judged_by_decode_alone_and_pins_nothing() {
+    let mock = pair(&[]).await;
+    let [prefill, decode] = [urls(&mock)[..1].to_vec(), urls(&mock)[1..].to_vec()];
+    let proxy = proxy_with(Settings::default(), &prefill, &decode).await;
+    for (path, body) in [
+        (
+            COMPLETIONS,
+            r#"{"model":"m","prompt":"hello","max_tokens":0}"#,
+        ),
+        (
+            CHAT,
+            r#"{"model":"m","messages":[{"role":"user","content":"hello"}],"max_completion_tokens":0}"#,
+        ),
+    ] {
+        let mut client = Client::connect(proxy.address).await;
+        client.post(path, &[], body.as_bytes()).await;
+        let reply = client.reply().await;
+        // In the engine's own words.
+        assert_eq!(reply.status, 400, "{}", reply.text());
+        assert!(reply.text().contains("must be 1 to"), "{}", reply.text());
+    }
+    let alone = "fallbacks_total{reason=\"no_tokens\"}";
+    assert_eq!(metric(&proxy, alone).await, 2.0);
+    let mut client = Client::connect(mock.workers[0].address).await;
+    client.get("/metrics").await;
+    let text = client.reply().await.text();
+    assert!(text.contains("transfers_pinned 0"), "{text}");
+    let prefilled = &mock.workers[0].counters.prefill;
+    assert_eq!(prefilled.load(Relaxed), 0, "nothing is prefilled");
 }

@@ -92,6 +92,7 @@ fn requests_that_one_transfer_cannot_serve_run_alone() {
     const SEVERAL: Option<&str> = Some("several_sequences");
     const LOGPROBS: Option<&str> = Some("prompt_logprobs");
     const STORED: Option<&str> = Some("stored_response");
+    const NOTHING: Option<&str> = Some("no_tokens");
     let completions = [
         (r#"{"prompt":"a"}"#, [None, None]),
         (r#"{"prompt":["a"],"n":1,"best_of":1}"#, [None, None]),
@@ -109,6 +110,14 @@ fn requests_that_one_transfer_cannot_serve_run_alone() {
         (r#"{"prompt":"a","echo":true,"logprobs":0}"#, [LOGPROBS; 2]),
         (r#"{"prompt":"a","prompt_logprobs":0}"#, [LOGPROBS; 2]),
         (r#"{"prompt_embeds":"x"}"#, [Some("prompt_embeds"); 2]),
+        (r#"{"prompt":"a","max_tokens":0}"#, [NOTHING; 2]),
+        (r#"{"prompt":"a","max_tokens":0.0,"n":2}"#, [NOTHING; 2]),
+        (
+            r#"{"prompt":"a","max_tokens":0,"echo":false}"#,
+            [NOTHING; 2],
+        ),
+        (r#"{"prompt":"a","max_tokens":0,"echo":true}"#, [None, None]),
+        (r#"{"prompt":"a","max_tokens":1}"#, [None, None]),
     ];
     let chat = [
         (
@@ -117,6 +126,12 @@ fn requests_that_one_transfer_cannot_serve_run_alone() {
         ),
         (r#"{"messages":[],"n":3}"#, [None, SEVERAL]),
         (r#"{"messages":[],"prompt_logprobs":1}"#, [LOGPROBS; 2]),
+        (r#"{"messages":[],"max_completion_tokens":0}"#, [NOTHING; 2]),
+        (
+            r#"{"messages":[],"max_tokens":0,"echo":true}"#,
+            [NOTHING; 2],
+        ),
+        (r#"{"messages":[],"max_completion_tokens":4}"#, [None, None]),
     ];
     let responses = [
         (
@@ -129,6 +144,7 @@ fn requests_that_one_transfer_cannot_serve_run_alone() {
             [None, SEVERAL],
         ),
         (r#"{"input":"a","background":true}"#, [STORED; 2]),
+        (r#"{"input":"a","max_output_tokens":0}"#, [NOTHING; 2]),
         (
             r#"{"input":"a","previous_response_id":"resp_1"}"#,
             [STORED; 2],
