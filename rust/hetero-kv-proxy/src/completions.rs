@@ -216,7 +216,17 @@ async fn legs_in_order(
         refuses_second_read: config.connector.refuses_second_read(),
     });
     record.enter(Phase::Queue);
-    let slots = first_slots(call, order).await?;
+    let mut slots = first_slots(call, order).await?;
+    let mut order = order;
+    if let (Some(prefill), Some(decode)) = (&slots.prefill, &slots.decode)
+        && app
+            .twins
+            .are_one(prefill.instance().index, decode.instance().index)
+    {
+        app.count_fallback("same_engine");
+        slots.prefill = None;
+        order = Order::DecodeAlone;
+    }
     match order {
         Order::DecodeAlone => {
             record.enter(Phase::HandOver);
@@ -260,7 +270,10 @@ async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
     let config = call.app.config();
     let any = Some(Choice::Any { avoid: &[] });
     // Where decode may be without room its slot is taken first: blocks never wait for it.
-    let pair = config.connector.needs_pair() || config.decode_requests_max.is_some();
+    // And where one engine may be both, it is known before anything is prefilled.
+    let pair = config.connector.needs_pair()
+        || config.decode_requests_max.is_some()
+        || !call.app.twins.is_empty();
     let (prefill, decode) = match order {
         Order::DecodeAlone => (None, any),
         Order::PrefillFirst => (any, any.filter(|_| pair)),

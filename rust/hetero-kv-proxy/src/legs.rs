@@ -98,6 +98,18 @@ impl Call {
             Role::Prefill => self.take(choice, None, peer, Begun::Yes).await?.prefill,
             Role::Decode => self.take(None, choice, peer, Begun::Yes).await?.decode,
         };
+        let twins = &self.app.twins;
+        let is_peer = |taken: &SlotLease| {
+            let (taken, Some(peer)) = (taken.instance().index, peer) else {
+                return false;
+            };
+            match role {
+                Role::Prefill => twins.are_one(taken, peer.index),
+                Role::Decode => twins.are_one(peer.index, taken),
+            }
+        };
+        // What is left is the other leg's engine, which hands nothing to itself.
+        let taken = taken.filter(|taken| !is_peer(taken));
         taken.ok_or_else(|| no_engine(role).into())
     }
 

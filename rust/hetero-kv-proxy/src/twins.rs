@@ -2,7 +2,8 @@
 //!
 //! Each role is a worker of its own, with its own id, slots, standing and metrics; the engine is
 //! one. KV that it would hand to itself it has already, so its two workers are not paired where
-//! another takes the leg, and are not asked for a transfer where there is no other.
+//! another takes the leg, and are not asked for a transfer where the choice falls on both: both slots
+//! are taken before the first leg goes out, and a leg that is sent again does without it.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,6 +47,11 @@ impl Twins {
             Role::Decode => *decode != index,
         });
         self.any.store(!pairs.is_empty(), Ordering::Relaxed);
+    }
+
+    /// Whether this prefill and this decode worker are one engine.
+    pub(crate) fn are_one(&self, prefill: InstanceIndex, decode: InstanceIndex) -> bool {
+        !self.is_empty() && lock(&self.pairs).contains(&(prefill, decode))
     }
 
     /// The workers of `role` that are one engine with `other`, which is of the other role.

@@ -360,7 +360,8 @@ impl Kinds {
     }
 
     /// The lane of requests for `model`: workers of one model serve no other. None where a worker
-    /// tells no model, since it may serve all, and where names that share one are told.
+    /// tells no model, since it may serve all, and where names that share one are told. A model that
+    /// no worker serves stands in nobody's way: whoever asks for it is told so at once.
     pub fn lane(&self, model: &str) -> Option<Lane> {
         let present = || self.0.iter().filter(|kind| kind.workers > 0);
         let mut own = None;
@@ -374,7 +375,9 @@ impl Kinds {
                 }
             }
         }
-        let own = own?;
+        let Some(own) = own else {
+            return Some(Lane::NOBODYS);
+        };
         let shares = |kind: &Kind| {
             let told = kind.traits.get(Field::Model);
             let other = told != Some(own);

@@ -6,6 +6,11 @@ use std::collections::{BTreeMap, HashMap};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Lane(pub(super) u64);
 
+impl Lane {
+    /// That of requests which no worker can serve.
+    pub const NOBODYS: Self = Self(0);
+}
+
 /// Which roles a request wants a slot of, all at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wants {

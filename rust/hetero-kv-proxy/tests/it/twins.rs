@@ -136,3 +136,41 @@ async fn an_engine_that_is_all_there_is_computes_alone_and_each_role_is_managed_
     assert_eq!(metric_sum(&proxy, "in_flight").await, 0.0);
     assert_eq!(metric_sum(&proxy, "kept_transfers").await, 0.0);
 }
+
+/// Whatever leaves one engine only: models, a named prefill worker, an engine that is down.
+#[tokio::test]
+async fn an_engine_that_is_chosen_for_both_legs_computes_alone() {
+    let blocks = Blocks::default();
+    let (a, b) = (
+        Engine::start(Script::Both, &blocks).await,
+        Engine::start(Script::Both, &blocks).await,
+    );
+    for one in [&a, &b] {
+        one.always(Script::Both);
+    }
+    // Of two models each engine has one, in both roles.
+    let of = |engine: &Engine, model: &str| format!("{},model={model}", engine.url());
+    let models = [of(&a, "a"), of(&b, "b")];
+    let proxy = proxy_with(Settings::default(), &models, &models).await;
+    for model in ["a", "b"] {
+        let body = format!(r#"{{"model":"{model}","prompt":"hello","max_tokens":8}}"#);
+        assert_eq!(post(&proxy, COMPLETIONS, &body).await.status, 200);
+    }
+    assert_eq!((legs(&a), legs(&b)), ((0, 1), (0, 1)));
+    assert_eq!(fallbacks(&proxy, "same_engine").await, 2.0);
+
+    // The client names the prefill worker, which is all there is of decode.
+    let settings = Settings {
+        allow_prefill_endpoint: Some(true),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&a, &b]), &urls(&[&a])).await;
+    let body = format!(
+        r#"{{"model":"m","prompt":"hello","max_tokens":8,"prefill_endpoint":"{}"}}"#,
+        a.url()
+    );
+    assert_eq!(post(&proxy, COMPLETIONS, &body).await.status, 200);
+    assert_eq!((legs(&a), legs(&b)), ((0, 2), (0, 1)));
+    assert_eq!(fallbacks(&proxy, "same_engine").await, 1.0);
+    assert!(blocks.lock().expect("blocks").is_empty());
+}

@@ -193,7 +193,8 @@ fn requests_have_a_lane_where_their_workers_serve_no_other_model() {
     let lane = kinds.lane("a").expect("its own");
     assert_eq!(kinds.lane("a-lora"), Some(lane));
     assert!(kinds.lane("b").is_some_and(|other| other != lane));
-    assert_eq!(kinds.lane("unheard"), None);
+    // It waits behind nobody, and nobody behind it.
+    assert_eq!(kinds.lane("unheard"), Some(Lane::NOBODYS));
     // Names that overlap share workers.
     let wide = kinds.enter(&told("c|a-lora"));
     for name in ["a", "a-lora", "c"] {
@@ -207,6 +208,6 @@ fn requests_have_a_lane_where_their_workers_serve_no_other_model() {
     assert_eq!((kinds.lane("a"), kinds.lane("b")), (None, None));
     kinds.leave(silent);
     kinds.leave(a);
-    assert_eq!(kinds.lane("a"), None);
+    assert_eq!(kinds.lane("a"), Some(Lane::NOBODYS));
     assert!(kinds.lane("b").is_some());
 }
