@@ -239,7 +239,7 @@ settings! {
     /// Worker threads; 0 is one for each core [default: 0]
     #[arg(value_name = "N")]
     threads: usize, "HETERO_KV_PROXY_THREADS";
-    /// What is logged to stderr: error, warn, info, debug, trace, or a tracing filter [default: info]
+    /// What is logged to stderr: error, warn, info, debug, trace, off, or a tracing filter such as hetero_kv_proxy=debug [default: info]
     #[arg(value_name = "FILTER")]
     log_level: String, "HETERO_KV_PROXY_LOG_LEVEL";
     /// Form of the log: text or json [default: text]

@@ -97,13 +97,43 @@ impl Faults {
         header
     }
 
+    /// What is logged; `warning` is taken as `warn`.
     pub(super) fn log_filter(&mut self, slot: &mut Option<String>) -> String {
-        let filter = fill(slot, "info");
-        if let Err(error) = filter.parse::<tracing_subscriber::EnvFilter>() {
-            self.add(format!("--log-level {filter}: {error}"));
+        let given = fill(slot, "info");
+        let is_warning = |part: &&str| part.trim().eq_ignore_ascii_case("warning");
+        let parts = given.split(',');
+        let parts: Vec<&str> = parts
+            .map(|part| if is_warning(&part) { "warn" } else { part })
+            .collect();
+        let filter = parts.join(",");
+        if let Some(word) = parts.iter().find(|part| is_bare_target(part)) {
+            let shown = match parts.len() {
+                1 => String::new(),
+                _ => format!("`{}` is no level; ", word.trim()),
+            };
+            self.add(format!(
+                "--log-level {given}: {shown}one of {LEVELS}, or a filter such as \
+                 hetero_kv_proxy=debug"
+            ));
+        } else if let Err(error) = filter.parse::<tracing_subscriber::EnvFilter>() {
+            self.add(format!("--log-level {given}: {error}"));
         }
+        *slot = Some(filter.clone());
         filter
     }
+}
+
+const LEVELS: &str = "error, warn, info, debug, trace, off";
+
+/// Whether a part of a filter is a word that is no level. To the filter it is the name of a target,
+/// of which all is logged, and nothing else is: a level that is misspelt would end the log.
+fn is_bare_target(part: &str) -> bool {
+    let part = part.trim();
+    let is_word = !part.is_empty() && !part.contains(['=', '[']);
+    is_word
+        && part
+            .parse::<tracing_subscriber::filter::LevelFilter>()
+            .is_err()
 }
 
 /// What is given, or the default from here on.

@@ -389,3 +389,39 @@ fn the_help_names_the_defaults_that_hold() {
     }
     assert!(compared >= 35, "{compared} defaults");
 }
+
+#[test]
+fn a_log_level_that_is_none_is_refused_and_warning_is_warn() {
+    let with = |level: &str| resolve(&[&PAIR[..], &["--log-level", level]].concat());
+    let tail =
+        "one of error, warn, info, debug, trace, off, or a filter such as hetero_kv_proxy=debug";
+    for level in ["verbose", "wran", "hyper", "infos"] {
+        let faults = with(level).expect_err(level).0;
+        assert_eq!(faults, [format!("--log-level {level}: {tail}")]);
+    }
+    let faults = with("hyper=warn,verbose").expect_err("a bare word").0;
+    let want = format!("--log-level hyper=warn,verbose: `verbose` is no level; {tail}");
+    assert_eq!(faults, [want]);
+    assert!(with("hetero_kv_proxy=verbose").is_err());
+    for (given, want) in [
+        ("warning", "warn"),
+        ("WARNING,hyper=info", "warn,hyper=info"),
+        ("off", "off"),
+        ("Debug", "Debug"),
+        ("info,hetero_kv_proxy=debug", "info,hetero_kv_proxy=debug"),
+        ("[leg]=trace", "[leg]=trace"),
+    ] {
+        let config = with(given).expect(given);
+        assert_eq!(config.log_level, want);
+        // What `check` prints and a reload compares.
+        assert_eq!(config.resolved.log_level.as_deref(), Some(want));
+    }
+    // Any source of the setting is checked.
+    let file: Settings = toml::from_str("log_level = \"verbose\"").expect("TOML");
+    let faults = Config::from_settings(file).expect_err("a fault").0;
+    assert!(
+        faults
+            .iter()
+            .any(|fault| fault.starts_with("--log-level verbose: one of"))
+    );
+}
