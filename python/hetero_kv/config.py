@@ -400,6 +400,8 @@ class Settings:
             faults.append("register_public_url: needed with register_url")
         if public and url == "":
             faults.append("register_public_url: has no use without register_url")
+        if public and (fault := _engine_url_fault(public)):
+            faults.append(f"register_public_url: {fault}")
         return faults
 
     def __getitem__(self, name: str) -> Any:
@@ -490,6 +492,20 @@ def _parse_url(value: Any) -> str:
     if not plain or parts.scheme != "http" or not parts.hostname or port == 0:
         raise ValueError(wanted)
     return text.rstrip("/")
+
+
+def _engine_url_fault(url: str) -> str | None:
+    """Why the proxy cannot send requests to an engine at ``url``, which is a base URL."""
+    if url.endswith("/v1"):
+        return f"{url}: leave /v1 out: the paths of requests begin with it"
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        wildcard = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return None
+    if wildcard:
+        return f"{url}: means every interface and nobody can dial it; name the engine's own address"
+    return None
 
 
 def _parse_path(value: Any) -> str:

@@ -205,6 +205,27 @@ def test_what_is_no_url(text: Any) -> None:
     assert fault.startswith("register_url: must be http://HOST:PORT"), fault
 
 
+@pytest.mark.parametrize(
+    ("public", "wanted"),
+    [
+        ("http://h:1/v1", "leave /v1 out: the paths of requests begin with it"),
+        ("http://h:1/base/v1/", "leave /v1 out: the paths of requests begin with it"),
+        ("http://0.0.0.0:8000", "means every interface and nobody can dial it"),
+        ("http://[::]:8000/base", "means every interface and nobody can dial it"),
+        ("http://[0:0::0]:8000", "means every interface and nobody can dial it"),
+    ],
+)
+def test_a_public_url_that_no_request_reaches(public: str, wanted: str) -> None:
+    (fault,) = faults(register_url="http://h:1", register_public_url=public)
+    assert fault.startswith(f"register_public_url: {public.rstrip('/')}: {wanted}"), fault
+
+
+@pytest.mark.parametrize("public", ["http://h:1/v1/base", "http://h:1/basev1", "http://127.0.0.1"])
+def test_a_public_url_with_a_base_path(public: str) -> None:
+    settings = Settings({"register_url": "http://h:1/v1", "register_public_url": public})
+    assert settings["register_public_url"] == public
+
+
 def test_the_two_urls_come_together() -> None:
     assert faults(register_url="http://h:1") == ["register_public_url: needed with register_url"]
     assert faults(register_public_url="http://h:1") == [

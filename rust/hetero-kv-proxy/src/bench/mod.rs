@@ -84,7 +84,7 @@ pub async fn run(args: BenchArgs) -> anyhow::Result<bool> {
 /// was completed.
 pub async fn measure(args: &BenchArgs, stop: watch::Receiver<bool>) -> anyhow::Result<Report> {
     let url = args.url.as_deref().context("--url is missing")?;
-    let base = BaseUrl::parse(url).map_err(|fault| anyhow::anyhow!("--url {url}: {fault}"))?;
+    let base = BaseUrl::of_server(url).map_err(|fault| anyhow::anyhow!("--url {url}: {fault}"))?;
     let connect_timeout = Duration::from_millis(args.connect_timeout_ms);
     let client = Client::new(base, &args.header, connect_timeout, !args.no_keep_alive)?;
     let route = if args.chat {

@@ -160,7 +160,7 @@ pub(super) fn worker(text: &str) -> Result<Worker, String> {
 
 /// A worker of its URL and its keys, each at most once.
 pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Worker, WorkerFault> {
-    let base = base_url(url).map_err(|fault| WorkerFault::of("url", fault))?;
+    let base = BaseUrl::of_server(url).map_err(|fault| WorkerFault::of("url", fault))?;
     dialable("url", &base.host)?;
     let text = |key: &str| {
         given
@@ -227,12 +227,17 @@ pub(crate) fn assemble(url: &str, given: &[(&'static str, &str)]) -> Result<Work
 }
 
 impl BaseUrl {
-    /// Takes a base URL apart.
+    /// Takes the base URL of a server apart, to which requests go under their own paths. One that
+    /// ends in `/v1`, as clients' libraries want it, is refused: the paths begin with it.
     ///
     /// # Errors
     /// A sentence that says what is wrong.
-    pub fn parse(url: &str) -> Result<Self, String> {
-        base_url(url)
+    pub fn of_server(url: &str) -> Result<Self, String> {
+        let base = base_url(url)?;
+        match base.path.ends_with("/v1") {
+            true => Err("leave `/v1` out: the paths of requests begin with it".to_owned()),
+            false => Ok(base),
+        }
     }
 
     /// Whether both are one address, however it is written.

@@ -26,6 +26,10 @@ fn workers_are_parsed_with_ranks_and_ipv6() {
         "http://[fd00::1]:8100/,dp=8,rank0=16",
         "--prefill",
         "http://host/base",
+        "--prefill",
+        "http://host/v1/base",
+        "--prefill",
+        "http://host/basev1",
         "--decode",
         "http://d:2",
     ])
@@ -98,6 +102,12 @@ fn bad_workers_are_refused() {
         ),
         ("http://u@p:1", "user name"),
         ("http://p:1?x=1", "no query"),
+        (
+            "http://p:1/v1",
+            "--prefill http://p:1/v1: leave `/v1` out: the paths of requests begin with it",
+        ),
+        ("http://p:1/v1/,dp=2", "leave `/v1` out"),
+        ("http://p:1/base/v1//", "leave `/v1` out"),
         ("http://p:0", "1 to 65535"),
         ("http://p:70000", "1 to 65535"),
         ("http://p:1,dp", "not key=value"),

@@ -310,6 +310,16 @@ async fn a_port_without_listener_is_a_failure_by_name_and_no_hang() {
 }
 
 #[tokio::test]
+async fn a_url_for_clients_libraries_is_refused_with_the_way_out() {
+    let (_interrupt, stop) = watch::channel(false);
+    let url = "http://127.0.0.1:9/v1";
+    let measured = measure(&args(url, &["--concurrency", "1"]), stop).await;
+    let fault = measured.expect_err("no such path").to_string();
+    let want = format!("--url {url}: leave `/v1` out: the paths of requests begin with it");
+    assert_eq!(fault, want);
+}
+
+#[tokio::test]
 async fn an_interrupt_ends_the_run_and_what_ran_is_counted() {
     let mock = worker(&["--pace-ms", "1000"]).await;
     let (interrupt, stop) = watch::channel(false);

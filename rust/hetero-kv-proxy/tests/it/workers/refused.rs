@@ -85,6 +85,11 @@ async fn bad_bodies_and_orders_name_their_field_and_change_nothing() {
             Some("url"),
         ),
         (r#"{"role":"decode","url":7}"#, "invalid_field", Some("url")),
+        (
+            r#"{"role":"decode","url":"http://h:1/v1/"}"#,
+            "invalid_field",
+            Some("url"),
+        ),
         (long.as_str(), "invalid_field", Some("url")),
         (
             r#"{"role":"decode","url":"http://h:1","dp":0}"#,

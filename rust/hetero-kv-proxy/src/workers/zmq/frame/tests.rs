@@ -116,6 +116,7 @@ fn a_bad_member_is_named() {
         ("dp_size", json!(-1)),
         ("http_address", json!("10.0.0.1")),
         ("http_address", json!("10.0.0.1:0")),
+        ("http_address", json!("10.0.0.1:8100/v1")),
         ("http_address", json!("x".repeat(600))),
         ("zmq_address", json!("host:h,handshake:1")),
         ("zmq_address", json!("host:,handshake:1,notify:2")),
