@@ -227,6 +227,9 @@ settings! {
     /// That time at first; each failed trial doubles it, up to eight times this [default: 5]
     #[arg(value_name = "S")]
     breaker_open_s: u64, "HETERO_KV_PROXY_BREAKER_OPEN_S";
+    /// How long engines keep blocks that decode was not seen to take: their lease_s and grace_ms, rounded up. For so long such a transfer keeps its prefill worker from being removed or changing its role [default: 31]
+    #[arg(value_name = "S")]
+    lease_s: u64, "HETERO_KV_PROXY_LEASE_S";
     /// On SIGTERM or SIGINT: time for running requests to end [default: 30]
     #[arg(value_name = "S")]
     drain_timeout_s: u64, "HETERO_KV_PROXY_DRAIN_TIMEOUT_S";

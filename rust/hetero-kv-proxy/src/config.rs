@@ -144,6 +144,8 @@ pub struct Config {
     pub breaker_failures_max: u32,
     /// For how long at first.
     pub breaker_open: Duration,
+    /// How long engines keep blocks that decode was not seen to take.
+    pub lease: Duration,
     /// Time for running requests to end at shutdown.
     pub drain_timeout: Duration,
     /// Requests whose times are kept.

@@ -213,6 +213,14 @@ impl Instance {
         *lock(&self.leave)
     }
 
+    /// Whether the engine that it was is taken to be gone, and its blocks with it.
+    pub(crate) fn is_lost(&self) -> bool {
+        match self.leave() {
+            Some(Leave::Expired | Leave::Replaced) => true,
+            Some(Leave::Removed | Leave::RoleChange) | None => false,
+        }
+    }
+
     pub(crate) fn set_leave(&self, leave: Option<Leave>) {
         *lock(&self.leave) = leave;
     }

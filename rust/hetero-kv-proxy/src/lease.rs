@@ -216,8 +216,9 @@ struct Source {
     answered_us: Option<u64>,
 }
 
-/// Blocks of one transfer on a prefill instance, from its answer until decode has spoken or the
-/// decode leg has ended. An engine that is drained must not be stopped before.
+/// Blocks of one transfer on a prefill instance, from its answer until decode has spoken. Where the
+/// decode leg ends before, nobody may read them, and they count until their lease can be over. An
+/// engine that is drained must not be stopped before.
 #[derive(Debug)]
 pub struct KeptBlocks {
     app: Arc<App>,
@@ -250,6 +251,8 @@ impl Drop for KeptBlocks {
     fn drop(&mut self) {
         if let Some(left) = self.instance.meters.left.as_ref().filter(|_| self.owed) {
             left.inc();
+            self.app.blocks_left(&self.instance);
+            return;
         }
         self.app.blocks_read(&self.instance);
     }

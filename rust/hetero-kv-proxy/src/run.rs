@@ -123,10 +123,7 @@ impl Proxy {
             }
             tokio::spawn(server::run(Arc::clone(&app), door, listener));
         }
-        let may_register = admin_address.is_some() || zmq.is_some();
-        if may_register {
-            tokio::spawn(workers::sweep(Arc::clone(&app)));
-        }
+        tokio::spawn(workers::sweep(Arc::clone(&app)));
         if let Some(listener) = zmq {
             let bound = listener.local_addr().context("ZeroMQ's address")?;
             tracing::info!(listen = %bound, "registering over ZeroMQ");

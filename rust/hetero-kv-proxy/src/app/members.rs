@@ -90,6 +90,9 @@ impl App {
             let mut side = lock(self.side(instance.role));
             instance.set_leave(Some(why));
             side.pool.set_standing(instance.index, Standing::Leaving);
+            if instance.is_lost() {
+                side.pool.lapse_all(instance.index);
+            }
         }
         let (id, url) = (instance.id(), &*instance.label);
         match why {

@@ -74,7 +74,32 @@ impl App {
         KeptBlocks::new(Arc::clone(self), Arc::clone(instance))
     }
 
-    /// They were read, or nobody will.
+    /// Decode was not seen to take them: they stay until the engine's lease is over.
+    pub(crate) fn blocks_left(&self, instance: &Instance) {
+        if instance.is_lost() {
+            self.blocks_read(instance);
+            return;
+        }
+        let until_ms = self.now_ms() + self.config().lease.as_millis() as u64;
+        self.with_pool(instance.role, |pool| {
+            pool.leave(instance.index, until_ms);
+        });
+    }
+
+    /// Lets go of what was left for as long as a lease is.
+    pub(crate) fn lapse(&self, role: Role) {
+        let emptied: Vec<Arc<Instance>> = {
+            let mut side = lock(self.side(role));
+            let emptied = side.pool.lapse(self.now_ms());
+            let known = emptied.into_iter().filter_map(|index| side.get(index));
+            known.map(Arc::clone).collect()
+        };
+        for instance in emptied {
+            self.emptied(&instance);
+        }
+    }
+
+    /// They were read, or there were none.
     pub(crate) fn blocks_read(&self, instance: &Instance) {
         if self.with_pool(instance.role, |pool| pool.unkeep(instance.index)) {
             self.emptied(instance);

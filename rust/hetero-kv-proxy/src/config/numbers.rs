@@ -51,6 +51,7 @@ pub(super) const BODY_READ_TIMEOUT_S: Number<u64> = seconds("--body-read-timeout
 pub(super) const CLIENT_WRITE_TIMEOUT_S: Number<u64> = seconds("--client-write-timeout-s", 60, 1);
 pub(super) const QUEUE_TIMEOUT_S: Number<u64> = seconds("--queue-timeout-s", 30, 1);
 pub(super) const BREAKER_OPEN_S: Number<u64> = seconds("--breaker-open-s", 5, 1);
+pub(super) const LEASE_S: Number<u64> = seconds("--lease-s", 31, 0);
 pub(super) const DRAIN_TIMEOUT_S: Number<u64> = seconds("--drain-timeout-s", 30, 0);
 
 // Bytes.

@@ -104,6 +104,7 @@ impl Config {
                 .seconds(n::CLIENT_WRITE_TIMEOUT_S, &mut s.client_write_timeout_s),
             queue_timeout: faults.seconds(n::QUEUE_TIMEOUT_S, &mut s.queue_timeout_s),
             breaker_open: faults.seconds(n::BREAKER_OPEN_S, &mut s.breaker_open_s),
+            lease: faults.seconds(n::LEASE_S, &mut s.lease_s),
             drain_timeout: faults.seconds(n::DRAIN_TIMEOUT_S, &mut s.drain_timeout_s),
             body_bytes_max: faults.number(n::BODY_BYTES_MAX, &mut s.body_bytes_max),
             prefill_answer_bytes_max: faults

@@ -117,6 +117,7 @@ impl Pool {
             standing,
             health: Health::default(),
             kept: 0,
+            left: std::collections::VecDeque::new(),
             elsewhere: Elsewhere::default(),
         });
         self.order_slots();

@@ -273,11 +273,12 @@ pub(super) async fn remove(
 }
 
 /// Lets a worker's legs end and makes it one of the other role, under a new id. Where they do not
-/// end by `until` it stays what it was.
+/// end by `until` it stays what it was. With `force` they are not waited for, and go on to their end.
 pub(super) async fn change_role(
     app: &Arc<App>,
     instance: &Arc<Instance>,
     role: Role,
+    force: bool,
     until: Instant,
 ) -> Result<Arc<Instance>, ApiError> {
     let before = {
@@ -303,14 +304,17 @@ pub(super) async fn change_role(
         }
         let standing = app.with_pool(instance.role, |pool| pool.standing(instance.index));
         app.let_go(instance, Leave::RoleChange);
+        if force {
+            app.remove(instance);
+        }
         standing.unwrap_or(Standing::Serving)
     };
     let gone = wait(app, instance.gone.cancelled(), until).await;
     let _held = lock(&app.changes);
     if !gone && app.stay(instance, before) {
         let message = format!(
-            "worker `{}` had legs or kept blocks when the time was over and stays {}; try again, or \
-             with a longer wait_s",
+            "worker `{}` had legs or kept blocks when the time was over and stays {}; try again, \
+             with a longer wait_s, or with force=true",
             instance.id(),
             instance.role.name()
         );
@@ -334,7 +338,8 @@ pub(super) async fn change_role(
     Ok(next)
 }
 
-/// Lets go of workers that were not heard of for their time to live, until the proxy stops.
+/// Lets go of workers that were not heard of for their time to live, and of transfers whose lease
+/// is over, until the proxy stops.
 pub(crate) async fn sweep(app: Arc<App>) {
     let mut stop = app.stop.subscribe();
     let mut ticks = interval(SWEEP);
@@ -346,6 +351,7 @@ pub(crate) async fn sweep(app: Arc<App>) {
         }
         let _held = lock(&app.changes);
         let now_ms = app.now_ms();
+        app.lapse(Role::Prefill);
         for role in [Role::Prefill, Role::Decode] {
             for instance in app.snapshot(role).iter() {
                 if instance.expires_in_ms(now_ms) == Some(0) && instance.leave().is_none() {

@@ -46,7 +46,7 @@ pub fn check_registration(body: &[u8]) -> Result<(), ApiError> {
 struct Query {
     /// How long to wait for legs to end.
     wait: Duration,
-    /// Remove although legs run.
+    /// Remove, or change the role, although legs run or blocks are kept.
     force: bool,
 }
 
@@ -240,12 +240,12 @@ async fn follow(
             Ok(admin::json(status, &Removed { id, removed }))
         }
         Order::Role(id) => {
-            let query = Query::parse(query, drain, false)?;
+            let query = Query::parse(query, drain, true)?;
             let role = body::role(&body)?;
             let instance = change::find(app, id)?;
             let task = {
-                let (app, until) = (Arc::clone(app), query.until());
-                async move { change::change_role(&app, &instance, role, until).await }
+                let (app, force, until) = (Arc::clone(app), query.force, query.until());
+                async move { change::change_role(&app, &instance, role, force, until).await }
             };
             // A change that has begun is ended, whether or not somebody waits for the answer.
             let changed = app

@@ -1,5 +1,7 @@
 //! One instance, as a pool knows it.
 
+use std::collections::VecDeque;
+
 use super::super::{Health, InstanceIndex, KindId};
 use super::{Elsewhere, Weight};
 
@@ -62,6 +64,8 @@ pub(super) struct Instance {
     pub(super) weight: Weight,
     /// Transfers whose blocks it keeps for a decode leg.
     pub(super) kept: u32,
+    /// When those of them count no more that decode was not seen to take, by the clock of routing.
+    pub(super) left: VecDeque<u64>,
     /// What it does for others, by its own words.
     pub(super) elsewhere: Elsewhere,
 }

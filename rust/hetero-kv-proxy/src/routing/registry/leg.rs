@@ -1,5 +1,7 @@
 //! The life of a leg in its slot: chosen, counted, released; and of blocks that outlive it.
 
+use std::collections::VecDeque;
+
 use super::super::policy::RequestKey;
 use super::super::{InstanceIndex, KindSet, Role, Unlike};
 use super::{Pool, Slot, Standing};
@@ -205,5 +207,42 @@ impl Pool {
         debug_assert!(known.kept > 0, "what is kept ends once");
         known.kept = known.kept.saturating_sub(1);
         known.standing != Standing::Serving && known.is_idle()
+    }
+
+    /// What [`Pool::keep`] began ends at `until_ms`: decode was not seen to take it. What was left
+    /// later ends no earlier.
+    pub fn leave(&mut self, instance: InstanceIndex, until_ms: u64) {
+        if let Some(known) = self.get_mut(instance) {
+            known.left.push_back(until_ms);
+        }
+    }
+
+    /// Ends what was left until now. Returns who of them takes no legs and is idle since.
+    pub fn lapse(&mut self, now_ms: u64) -> Vec<InstanceIndex> {
+        let mut emptied = Vec::new();
+        for known in &mut self.instances {
+            let before = known.kept;
+            while known
+                .left
+                .front()
+                .is_some_and(|until_ms| *until_ms <= now_ms)
+            {
+                known.left.pop_front();
+                known.kept = known.kept.saturating_sub(1);
+            }
+            if known.kept < before && known.standing != Standing::Serving && known.is_idle() {
+                emptied.push(known.index);
+            }
+        }
+        emptied
+    }
+
+    /// Ends all that was left: the engine that kept it is gone.
+    pub fn lapse_all(&mut self, instance: InstanceIndex) {
+        if let Some(known) = self.get_mut(instance) {
+            let left = u32::try_from(known.left.len()).unwrap_or(u32::MAX);
+            known.left = VecDeque::new();
+            known.kept = known.kept.saturating_sub(left);
+        }
     }
 }

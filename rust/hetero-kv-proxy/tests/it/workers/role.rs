@@ -1,12 +1,15 @@
 //! Workers that change from one role to the other.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use hetero_kv_proxy::cli::Settings;
 use serde_json::json;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
-use super::{CHUNKS, managed, stream};
-use crate::admin::{ids, register, routable, tell, worker};
+use super::{CHUNKS, managed, managed_with, stream};
+use crate::admin::{delete, gone, ids, register, routable, tell, worker};
 use crate::client::Client;
 use crate::engine::{Blocks, Ended, Script, engines, pair};
 use crate::{COMPLETIONS, PROMPT, post, soon, until};
@@ -109,5 +112,95 @@ async fn a_prefill_worker_keeps_its_role_while_decode_has_not_read_its_blocks() 
     assert_eq!(
         (changed.status, &changed.json()["role"]),
         (200, &json!("decode"))
+    );
+}
+
+const FAILED: Script = Script::Answer(500, "application/json", "{}");
+
+#[tokio::test]
+async fn blocks_that_decode_did_not_take_hold_the_role_until_their_lease_is_over() {
+    let (p, d) = pair().await;
+    let lease = Settings {
+        lease_s: Some(2),
+        ..Settings::default()
+    };
+    let proxy = managed_with(lease, &[&p], &[&d]).await;
+    d.once(FAILED);
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 500);
+    let failed = Instant::now();
+    assert_eq!(
+        worker(&proxy, "prefill-0").await["kept_transfers"],
+        json!(1)
+    );
+    let decode = json!({"role": "decode"});
+    let refused = tell(&proxy, "/v1/workers/prefill-0/role?wait_s=0", &decode).await;
+    assert_eq!(
+        (refused.status, refused.error_code().as_str()),
+        (409, "worker_busy")
+    );
+    assert!(refused.text().contains("force=true"), "{}", refused.text());
+    let told = worker(&proxy, "prefill-0").await;
+    assert_eq!(told["standing"], json!("serving"));
+    let changed = tell(&proxy, "/v1/workers/prefill-0/role?wait_s=15", &decode).await;
+    assert_eq!(
+        (changed.status, &changed.json()["role"]),
+        (200, &json!("decode"))
+    );
+    assert!(failed.elapsed() > Duration::from_millis(1_800), "too early");
+}
+
+#[tokio::test]
+async fn blocks_that_decode_did_not_take_hold_a_removal_but_not_a_forced_order() {
+    let ([p, q], [d]) = engines(&Blocks::default()).await;
+    let lease = Settings {
+        lease_s: Some(600),
+        ..Settings::default()
+    };
+    let proxy = managed_with(lease, &[&p, &q], &[&d]).await;
+    for _ in 0..2 {
+        d.once(FAILED);
+        assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 500);
+    }
+    for id in ["prefill-0", "prefill-1"] {
+        assert_eq!(worker(&proxy, id).await["kept_transfers"], json!(1), "{id}");
+    }
+    let reply = delete(&proxy, "/v1/workers/prefill-0?wait_s=0").await;
+    assert_eq!(reply.status, 202, "its blocks are not free yet");
+    assert_eq!(
+        worker(&proxy, "prefill-0").await["standing"],
+        json!("leaving")
+    );
+    let reply = delete(&proxy, "/v1/workers/prefill-0?wait_s=0&force=true").await;
+    assert_eq!(reply.status, 200);
+    gone(&proxy, "prefill-0").await;
+    let path = "/v1/workers/prefill-1/role?wait_s=0&force=true";
+    let changed = tell(&proxy, path, &json!({"role": "decode"})).await;
+    assert_eq!(
+        (changed.status, &changed.json()["role"]),
+        (200, &json!("decode"))
+    );
+}
+
+#[tokio::test]
+async fn blocks_of_an_engine_that_started_anew_hold_nothing() {
+    let (p, d) = pair().await;
+    let lease = Settings {
+        lease_s: Some(600),
+        ..Settings::default()
+    };
+    let proxy = managed_with(lease, &[], &[&d]).await;
+    register(&proxy, "prefill", &p, json!({"engine_id": "start-1"})).await;
+    routable(&proxy, "prefill-0").await;
+    d.once(FAILED);
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 500);
+    assert_eq!(
+        worker(&proxy, "prefill-0").await["kept_transfers"],
+        json!(1)
+    );
+    register(&proxy, "prefill", &p, json!({"engine_id": "start-2"})).await;
+    gone(&proxy, "prefill-0").await;
+    assert_eq!(
+        worker(&proxy, "prefill-1").await["kept_transfers"],
+        json!(0)
     );
 }
