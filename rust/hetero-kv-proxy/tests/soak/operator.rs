@@ -58,7 +58,11 @@ impl fmt::Display for Actions {
     }
 }
 
+/// Workers come back from all that is done to them: there is always one to do something to.
+const STANDSTILL_MAX: Duration = Duration::from_secs(60);
+
 /// A worker as the proxy shows it.
+#[derive(Debug)]
 struct Shown {
     id: String,
     url: String,
@@ -92,10 +96,18 @@ pub(crate) async fn run(
 ) -> Actions {
     let mut draw = Draw::new(seed);
     let mut actions = Actions::default();
+    let (mut total, mut since) = (0, Instant::now());
     while Instant::now() < end {
         sleep(Duration::from_millis(100 + draw.below(300))).await;
         let shown = workers(proxy).await;
         let usable: Vec<&Shown> = shown.iter().filter(|known| known.routable).collect();
+        if actions.total() > total {
+            (total, since) = (actions.total(), Instant::now());
+        }
+        assert!(
+            since.elapsed() < STANDSTILL_MAX,
+            "nothing could be done to a worker for {STANDSTILL_MAX:?}: {shown:?}"
+        );
         if usable.is_empty() {
             continue;
         }
@@ -121,12 +133,11 @@ pub(crate) async fn run(
             }
             1 => {
                 let path = format!("/v1/workers/{}/drain?wait_s=5", chosen.id);
-                if !done(admin(proxy, "POST", &path, "").await) {
-                    continue;
-                }
+                let drained = done(admin(proxy, "POST", &path, "").await);
                 sleep(Duration::from_millis(draw.below(500))).await;
+                // Also one whose legs took longer than that: it takes none until it is told to.
                 let path = format!("/v1/workers/{}/undrain", chosen.id);
-                if done(admin(proxy, "POST", &path, "").await) {
+                if done(admin(proxy, "POST", &path, "").await) && drained {
                     actions.drains += 1;
                 }
             }
