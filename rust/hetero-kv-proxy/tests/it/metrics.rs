@@ -1,7 +1,5 @@
 //! What `/metrics` says of requests, workers and pairs.
 
-use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +10,7 @@ use tokio::sync::Semaphore;
 use crate::client::Client;
 use crate::engine::{Blocks, Engine, Script, engines, pair};
 use crate::{
-    COMPLETIONS, PROMPT, STREAM, metric, metric_sum, metrics_text, post, proxy, proxy_with, until,
-    urls,
+    COMPLETIONS, PROMPT, STREAM, metric, metric_sum, post, proxy, proxy_with, until, urls,
 };
 
 const PAUSE: Duration = Duration::from_millis(40);
@@ -187,36 +184,4 @@ async fn transfers_that_decode_never_took_are_counted() {
     ));
     post(&proxy, COMPLETIONS, STREAM).await;
     assert_eq!(metric(&proxy, &left).await, 3.0);
-}
-
-#[tokio::test]
-async fn every_metric_has_help_a_unit_where_it_is_a_time_and_a_row_in_the_docs() {
-    let (p, d) = pair().await;
-    let proxy = proxy(&[&p], &[&d]).await;
-    assert!(post(&proxy, COMPLETIONS, STREAM).await.whole);
-    let text = metrics_text(&proxy).await;
-    let told = |word: &str| -> BTreeSet<String> {
-        let lines = text.lines().filter_map(|line| line.strip_prefix(word));
-        lines
-            .filter_map(|line| line.split(' ').next().map(str::to_owned))
-            .collect()
-    };
-    let (types, helps, units) = (told("# TYPE "), told("# HELP "), told("# UNIT "));
-    assert_eq!(types, helps);
-    let times: BTreeSet<String> = types
-        .iter()
-        .filter(|name| name.ends_with("_seconds"))
-        .cloned()
-        .collect();
-    assert_eq!(units, times);
-    assert!(times.len() >= 9, "{times:?}");
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/proxy.md");
-    let page = std::fs::read_to_string(page).expect("docs/proxy.md");
-    for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
-        let (name, kind) = line.split_once(' ').expect("a name and a kind");
-        let name = name.strip_prefix("hetero_kv_proxy_").expect("our prefix");
-        let suffix = if kind == "counter" { "_total" } else { "" };
-        let row = format!("| `{name}{suffix}` |");
-        assert!(page.contains(&row), "docs/proxy.md has no row {row}");
-    }
 }
