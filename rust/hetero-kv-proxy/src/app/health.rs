@@ -32,8 +32,7 @@ impl App {
 
     /// An engine answered a leg with a status below 500.
     pub fn note_answer(&self, instance: &Instance) {
-        let now_ms = self.now_ms();
-        self.note(instance, |pool| pool.on_answer(instance.index, now_ms));
+        self.note(instance, |pool| pool.on_answer(instance.index));
     }
 
     /// A probe failed.

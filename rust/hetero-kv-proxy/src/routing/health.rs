@@ -7,7 +7,7 @@ use super::breaker::{Breaker, BreakerRules, LegFault, Phase};
 pub struct HealthRules {
     /// Failed probes in a row that make an instance `Unhealthy`.
     pub failures_max: u32,
-    /// Age in milliseconds up to which the last good answer makes an instance ready.
+    /// Age in milliseconds up to which the last good probe makes an instance ready.
     pub fresh_ms: u64,
     /// When failed legs keep an instance out.
     pub breaker: BreakerRules,
@@ -16,9 +16,10 @@ pub struct HealthRules {
 /// How much an instance is trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthState {
-    /// Answered its last probe, or traffic since.
+    /// Its probes are answered.
     Healthy,
-    /// Not probed to an end yet: routed to like a healthy one, but not ready.
+    /// Not probed to an end yet, or its legs are answered and its probes are not: routed to like a
+    /// healthy one, but not ready.
     Unknown,
     /// Refused a connection, or never answered so far: used when nothing better is there.
     Suspect,
@@ -49,8 +50,13 @@ impl HealthState {
 #[derive(Debug, Clone)]
 pub struct Health {
     probed: Probed,
+    /// Probes that failed since the last answer, of a probe or of a leg.
     failures: u32,
-    last_ok_ms: Option<u64>,
+    has_answered: bool,
+    /// When a probe was answered last, while that counts: until enough failed in a row.
+    last_probe_ms: Option<u64>,
+    /// Probes that failed since then, whatever legs said.
+    probes_failed: u32,
     breaker: Breaker,
 }
 
@@ -68,7 +74,9 @@ impl Default for Health {
         Self {
             probed: Probed::Unknown,
             failures: 0,
-            last_ok_ms: None,
+            has_answered: false,
+            last_probe_ms: None,
+            probes_failed: 0,
             breaker: Breaker::default(),
         }
     }
@@ -125,35 +133,46 @@ impl Health {
 
     /// Whether it has ever answered.
     pub fn has_answered(&self) -> bool {
-        self.last_ok_ms.is_some()
+        self.has_answered
     }
 
-    /// Whether its probe is answered and its last good answer is recent. Failed legs do not count:
+    /// Whether its last good probe is recent, and no leg failed to connect since. What legs answer
+    /// makes nobody ready: a server that is no engine answers them too. Failed legs do not count:
     /// who asks whether the proxy is ready could keep from it the leg that would show the end of
     /// the fault.
     pub fn is_ready(&self, rules: &HealthRules, now_ms: u64) -> bool {
         self.probed == Probed::Healthy
             && self
-                .last_ok_ms
+                .last_probe_ms
                 .is_some_and(|at| now_ms.saturating_sub(at) <= rules.fresh_ms)
     }
 
     /// A probe was answered well.
     pub fn on_probe_answered(&mut self, now_ms: u64) {
-        self.on_answer(now_ms);
+        self.last_probe_ms = Some(now_ms);
+        self.probes_failed = 0;
+        self.on_answer();
         self.breaker.on_probe_answered();
     }
 
-    /// A leg of real traffic got a response head with a status below 500.
-    pub fn on_answer(&mut self, now_ms: u64) {
-        self.probed = Probed::Healthy;
+    /// A leg of real traffic got a response head with a status below 500: it is routed to like one
+    /// whose probes are answered, which a busy engine may be late with.
+    pub fn on_answer(&mut self) {
+        self.probed = match self.last_probe_ms {
+            Some(_) => Probed::Healthy,
+            None => Probed::Unknown,
+        };
         self.failures = 0;
-        self.last_ok_ms = Some(now_ms);
+        self.has_answered = true;
     }
 
     /// A probe failed: no answer in time, no connection, or a status other than 2xx.
     pub fn on_probe_failed(&mut self, rules: &HealthRules) {
         self.failures = self.failures.saturating_add(1);
+        self.probes_failed = self.probes_failed.saturating_add(1);
+        if self.probes_failed >= rules.failures_max {
+            self.last_probe_ms = None;
+        }
         if self.failures >= rules.failures_max {
             self.probed = Probed::Unhealthy;
             return;
@@ -161,6 +180,8 @@ impl Health {
         match self.probed {
             // One lost probe of a busy engine is no reason to move its traffic.
             Probed::Healthy => {}
+            // Its legs are answered.
+            Probed::Unknown if self.has_answered => {}
             Probed::Unknown | Probed::Suspect => self.probed = Probed::Suspect,
             Probed::Unhealthy => {}
         }

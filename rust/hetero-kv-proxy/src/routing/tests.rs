@@ -133,7 +133,7 @@ fn a_failed_instance_is_skipped_while_another_is_better_and_still_tried_when_non
         pool.on_probe_failed(InstanceIndex(0));
     }
     assert_eq!(histogram(&mut pool, &[1, 1], 10), [[5], [5]]);
-    pool.on_answer(InstanceIndex(0), 1);
+    pool.on_answer(InstanceIndex(0));
     assert_eq!(histogram(&mut pool, &[1, 1], 10), [[10], [0]]);
 }
 
@@ -160,7 +160,7 @@ fn a_preferred_slot_yields_to_health_and_to_a_retry_elsewhere() {
         let home = pick(&mut pool, &[]);
         assert!((0..9).all(|_| pick(&mut pool, &[]) == home), "{policy:?}");
         assert_ne!(pick(&mut pool, &[home]), home, "{policy:?}");
-        pool.on_answer(home, 0);
+        pool.on_answer(home);
         pool.on_connect_failed(home);
         assert!((0..9).all(|_| pick(&mut pool, &[]) != home), "{policy:?}");
     }
@@ -242,7 +242,7 @@ fn a_registered_instance_takes_legs_from_its_first_answer_and_not_while_its_prob
     assert!(pool.pick_at(late, 0).is_err());
     pool.on_probe_failed(late);
     assert!(pool.pick(&any_slot(0)).is_err(), "it has never answered");
-    pool.on_answer(late, 1);
+    pool.on_probe_answered(late, 1);
     assert!(pool.pick(&any_slot(0)).is_ok());
     pool.on_connect_failed(late);
     assert!(
@@ -352,7 +352,7 @@ fn an_instance_whose_legs_fail_is_kept_out_tried_once_and_taken_back() {
     let mut pool = pool(PolicyKind::RoundRobin, &[1, 1]);
     let bad = InstanceIndex(0);
     for at in 0..3 {
-        pool.on_answer(bad, at);
+        pool.on_probe_answered(bad, at);
         assert_eq!(pool.state(bad, at), Some(HealthState::Healthy));
         pool.on_failed(bad, LegFault::Failed, at, at);
     }
@@ -407,7 +407,7 @@ fn health_follows_probes_and_ages() {
     assert!(!health.is_ready(&RULES, 0));
     health.on_probe_failed(&RULES);
     assert_eq!(health.state(9_000), HealthState::Suspect);
-    health.on_answer(1_000);
+    health.on_probe_answered(1_000);
     assert!(health.is_ready(&RULES, 7_000));
     assert!(!health.is_ready(&RULES, 7_001));
     // Two lost probes do not move traffic; the third does; one good answer brings it back.
@@ -416,14 +416,49 @@ fn health_follows_probes_and_ages() {
     assert_eq!(health.state(9_000), HealthState::Healthy);
     health.on_probe_failed(&RULES);
     assert_eq!(health.state(9_000), HealthState::Unhealthy);
-    health.on_answer(8_000);
+    health.on_probe_answered(8_000);
     assert_eq!(health.state(9_000), HealthState::Healthy);
+}
+
+#[test]
+fn answered_legs_keep_an_instance_routed_to_and_make_none_ready() {
+    let mut health = Health::default();
+    for at in 0..9 {
+        // A server that is no engine answers legs, with 404 at least, and no probe.
+        health.on_answer();
+        assert_eq!(health.state(at), HealthState::Unknown);
+        assert!(!health.is_ready(&RULES, at));
+        health.on_probe_failed(&RULES);
+        assert_eq!(
+            (health.state(at), health.tier(at)),
+            (HealthState::Unknown, 0)
+        );
+    }
+    health.on_probe_answered(10);
+    assert!(health.is_ready(&RULES, 10));
+    // A leg ends suspicion of an engine whose probes are answered.
+    health.on_connect_failed();
+    assert!(!health.is_ready(&RULES, 11));
+    health.on_answer();
+    assert!(health.is_ready(&RULES, 11));
+    // One that is too busy for its probes takes legs while they are answered.
+    for _ in 0..3 {
+        health.on_answer();
+        health.on_probe_failed(&RULES);
+        assert_eq!(health.tier(12), 0);
+    }
+    assert!(!health.is_ready(&RULES, 12));
+    health.on_answer();
+    assert!(!health.is_ready(&RULES, 12));
+    assert_eq!(health.state(12), HealthState::Unknown);
+    health.on_probe_answered(13);
+    assert!(health.is_ready(&RULES, 13));
 }
 
 #[test]
 fn connect_errors_alone_never_make_an_instance_unhealthy() {
     let mut health = Health::default();
-    health.on_answer(0);
+    health.on_probe_answered(0);
     for _ in 0..100 {
         health.on_connect_failed();
     }
@@ -436,7 +471,7 @@ fn view_shows_legs_by_rank_and_readiness() {
     pool.pick(&any_slot(0)).expect("slots");
     pool.pick(&any_slot(0)).expect("slots");
     pool.pick(&any_slot(0)).expect("slots");
-    pool.on_answer(InstanceIndex(0), 5);
+    pool.on_probe_answered(InstanceIndex(0), 5);
     let view = pool.view(5);
     assert_eq!(view[0].in_flight_by_rank, [2, 1]);
     assert!(view[0].ready);

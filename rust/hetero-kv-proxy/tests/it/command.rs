@@ -40,7 +40,7 @@ fn faults_of_the_configuration_are_exit_2_and_all_on_stderr() {
     let output = run(command().args(["serve", "--no-such-flag"]));
     assert_eq!(output.status.code(), Some(2));
     let output = run(command().env("HETERO_KV_PROXY_LOG_LEVEL", "verbose").args([
-        "serve",
+        "check",
         "--prefill",
         "http://a:1",
         "--decode",

@@ -291,8 +291,8 @@ impl Both {
         let known = plain.get(of);
         match event {
             Event::Answered(_) => {
-                pool.on_answer(of, now_ms);
-                known.health.on_answer(now_ms);
+                pool.on_answer(of);
+                known.health.on_answer();
             }
             Event::Served(_, ago_ms) => {
                 pool.on_served(of, now_ms - ago_ms, now_ms);

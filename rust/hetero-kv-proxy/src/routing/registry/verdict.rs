@@ -41,8 +41,8 @@ impl Pool {
     }
 
     /// A leg got a response head with a status below 500.
-    pub fn on_answer(&mut self, instance: InstanceIndex, now_ms: u64) {
-        self.see(instance, |health, _| health.on_answer(now_ms));
+    pub fn on_answer(&mut self, instance: InstanceIndex) {
+        self.see(instance, |health, _| health.on_answer());
     }
 
     /// A probe failed.
@@ -61,7 +61,7 @@ impl Pool {
         Some(self.instances[at].health.state(now_ms))
     }
 
-    /// Number of instances that take legs and answered recently.
+    /// Number of instances that take legs and whose probe was answered recently.
     pub fn ready_count(&self, now_ms: u64) -> usize {
         self.instances
             .iter()
