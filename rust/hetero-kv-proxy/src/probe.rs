@@ -51,10 +51,20 @@ async fn watch_one(app: Arc<App>, instance: Arc<Instance>) {
         }
         upstream.close_stale();
         // A kept connection that the engine just closed is no sign of ill health.
-        let probe = async { is_well(upstream, false).await || is_well(upstream, true).await };
-        match timeout(app.config().health_timeout, probe).await {
-            Ok(true) => app.note_probed(&instance),
-            Ok(false) | Err(_) => app.note_probe_failed(&instance),
+        let probe = async {
+            match ask(upstream, false).await {
+                Ok(()) => Ok(()),
+                Err(_) => ask(upstream, true).await,
+            }
+        };
+        let limit = app.config().health_timeout;
+        match timeout(limit, probe).await {
+            Ok(Ok(())) => app.note_probed(&instance),
+            Ok(Err(fault)) => app.note_probe_failed(&instance, &format!("GET /health: {fault}")),
+            Err(_) => {
+                let fault = format!("GET /health: no answer within {} ms", limit.as_millis());
+                app.note_probe_failed(&instance, &fault);
+            }
         }
     }
 }
@@ -65,16 +75,18 @@ fn ticks_of(every: Duration) -> Interval {
     ticks
 }
 
-async fn is_well(upstream: &Arc<Upstream>, fresh: bool) -> bool {
+/// Asks once; an error says what came instead of a good answer.
+async fn ask(upstream: &Arc<Upstream>, fresh: bool) -> Result<(), String> {
     let body = LegBody::default();
     let sent = upstream
         .send(&Method::GET, "/health", &HeaderMap::new(), &[], body, fresh)
         .await;
-    let Ok(answer) = sent else {
-        return false;
-    };
-    let well = answer.head.status.is_success();
+    let answer = sent.map_err(|error| error.to_string())?;
+    let status = answer.head.status;
     // Read whole, its connection serves traffic too.
     let _read = Limited::new(answer.body, HEALTH_BYTES_MAX).collect().await;
-    well
+    match status.is_success() {
+        true => Ok(()),
+        false => Err(status.as_u16().to_string()),
+    }
 }

@@ -9,7 +9,7 @@ impl App {
     /// An engine answered a probe well.
     pub fn note_probed(&self, instance: &Instance) {
         let now_ms = self.now_ms();
-        self.note(instance, |pool| {
+        self.note(instance, "GET /health: answered", |pool| {
             pool.on_probe_answered(instance.index, now_ms);
         });
     }
@@ -17,7 +17,7 @@ impl App {
     /// A leg that began at `began_ms` was served.
     pub(crate) fn note_served(&self, instance: &Instance, began_ms: u64) {
         let now_ms = self.now_ms();
-        self.note(instance, |pool| {
+        self.note(instance, "a leg was served", |pool| {
             pool.on_served(instance.index, began_ms, now_ms);
         });
     }
@@ -25,19 +25,22 @@ impl App {
     /// A leg that began at `began_ms` failed by the engine's fault.
     pub(crate) fn note_failed(&self, instance: &Instance, fault: LegFault, began_ms: u64) {
         let now_ms = self.now_ms();
-        self.note(instance, |pool| {
+        self.note(instance, "a leg failed", |pool| {
             pool.on_failed(instance.index, fault, began_ms, now_ms);
         });
     }
 
     /// An engine answered a leg with a status below 500.
     pub fn note_answer(&self, instance: &Instance) {
-        self.note(instance, |pool| pool.on_answer(instance.index));
+        let reason = "a leg was answered";
+        self.note(instance, reason, |pool| pool.on_answer(instance.index));
     }
 
-    /// A probe failed.
-    pub fn note_probe_failed(&self, instance: &Instance) {
-        self.note(instance, |pool| pool.on_probe_failed(instance.index));
+    /// A probe failed, for the reason given.
+    pub fn note_probe_failed(&self, instance: &Instance, reason: &str) {
+        self.note(instance, reason, |pool| {
+            pool.on_probe_failed(instance.index)
+        });
     }
 
     /// Traffic could not reach an engine.
@@ -46,11 +49,14 @@ impl App {
             // Should it come back, it is another engine.
             bootstrap.forget();
         }
-        self.note(instance, |pool| pool.on_connect_failed(instance.index));
+        let reason = "a leg found no connection, or it broke before an answer";
+        self.note(instance, reason, |pool| {
+            pool.on_connect_failed(instance.index)
+        });
     }
 
-    /// Changes an instance's health; each change of state is one log line.
-    fn note(&self, instance: &Instance, change: impl FnOnce(&mut Pool)) {
+    /// Changes an instance's health; each change of state is one log line, with its reason.
+    fn note(&self, instance: &Instance, reason: &str, change: impl FnOnce(&mut Pool)) {
         let now_ms = self.now_ms();
         let changed = self.with_pool(instance.role, |pool| {
             let before = pool.state(instance.index, now_ms)?;
@@ -71,10 +77,24 @@ impl App {
         let (before, after_name) = (before.name(), after.name());
         match after {
             HealthState::Healthy | HealthState::Unknown | HealthState::HalfOpen => {
-                tracing::info!(role, url, before, after = after_name, "engine state");
+                tracing::info!(
+                    role,
+                    url,
+                    before,
+                    after = after_name,
+                    reason,
+                    "engine state"
+                );
             }
             HealthState::Suspect | HealthState::Open | HealthState::Unhealthy => {
-                tracing::warn!(role, url, before, after = after_name, "engine state");
+                tracing::warn!(
+                    role,
+                    url,
+                    before,
+                    after = after_name,
+                    reason,
+                    "engine state"
+                );
             }
         }
     }

@@ -431,3 +431,32 @@ async fn mock_tells_its_urls_and_bench_tells_by_its_exit_what_came_of_the_run() 
         text(&nowhere.stderr)
     );
 }
+
+#[tokio::test]
+async fn a_change_of_an_engines_state_is_logged_with_its_reason() {
+    let (p, d) = pair().await;
+    d.set_healthy(false);
+    let gone = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let nobody = format!("http://{}", gone.local_addr().expect("address"));
+    drop(gone);
+    let flags = ["--health-interval-ms", "50", "--prefill", &nobody];
+    let (child, _, mut log) = serve_with(&p, &d, &flags);
+    let child = Started::new(child);
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    signal(child.child(), Signal::TERM);
+    assert_eq!(exit_code(child.into_child()).await, Some(0));
+    let mut lines = String::new();
+    log.read_to_string(&mut lines).expect("UTF-8");
+    let reason_of = |url: &str, after: &str| {
+        let line = lines
+            .lines()
+            .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+            .find(|line| line["fields"]["url"] == *url && line["fields"]["after"] == *after);
+        line.unwrap_or_else(|| panic!("{url} {after} in {lines}"))["fields"]["reason"].clone()
+    };
+    let refused = "GET /health: no connection: Connection refused (os error 111)";
+    assert_eq!(reason_of(&nobody, "suspect"), refused);
+    assert_eq!(reason_of(&nobody, "unhealthy"), refused);
+    assert_eq!(reason_of(&d.url(), "suspect"), "GET /health: 503");
+    assert_eq!(reason_of(&p.url(), "healthy"), "GET /health: answered");
+}
