@@ -135,9 +135,16 @@ pub(crate) async fn run(
                 let path = format!("/v1/workers/{}/drain?wait_s=5", chosen.id);
                 let drained = done(admin(proxy, "POST", &path, "").await);
                 sleep(Duration::from_millis(draw.below(500))).await;
-                // Also one whose legs took longer than that: it takes none until it is told to.
-                let path = format!("/v1/workers/{}/undrain", chosen.id);
-                if done(admin(proxy, "POST", &path, "").await) && drained {
+                // Also one whose legs took longer than that, and one that has started anew meanwhile:
+                // under its new id it is kept from legs as it was before.
+                let mut back = false;
+                for known in workers(proxy).await {
+                    if known.url == chosen.url {
+                        let path = format!("/v1/workers/{}/undrain", known.id);
+                        back |= done(admin(proxy, "POST", &path, "").await);
+                    }
+                }
+                if back && drained {
                     actions.drains += 1;
                 }
             }
