@@ -83,7 +83,9 @@ fn auto_goes_by_sockets_where_process_memory_is_forbidden_and_says_why() {
         "{table}"
     );
     // Where it is set nothing else is taken instead.
-    let set = parsed(Run::of(&mut run("--transport process --json")));
+    // A prompt of one token needs nothing from prefill, and would be served.
+    let words = "--transport process --prompt-tokens 16-64 --json";
+    let set = parsed(Run::of(&mut run(words)));
     assert_eq!(set.1["requests"]["ok"], 0, "{}", set.1);
     assert_eq!(set.1["transports"], json!({}));
 }
