@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 
 use super::connection::{Broken, Connection};
+use super::standstill::{SLEEP_MAX, Steps};
 use super::{ControlLimits, SharedDesk, dial};
 use crate::clock;
 use crate::keys;
@@ -81,17 +82,21 @@ impl Loop {
     }
 
     pub(super) fn run(&mut self) {
+        let mut steps = Steps::new();
         loop {
             // Cleared before anything is looked at: a wake that comes later ends the sleep.
             self.waker.clear();
             if self.stop.load(Ordering::Acquire) {
                 break;
             }
-            let timeout = self.turn();
-            let ready = self.sleep(timeout);
+            let timeout = self.turn().map_or(SLEEP_MAX, |due| due.min(SLEEP_MAX));
+            steps.end("sending");
+            let ready = self.sleep(Some(timeout));
+            steps.end_after("asleep (no processor was given to it)", timeout);
             for key in ready {
                 self.serve(key);
             }
+            steps.end("receiving");
         }
         self.say_goodbye();
     }

@@ -8,11 +8,13 @@
 mod connection;
 mod dial;
 mod event_loop;
+mod standstill;
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -20,6 +22,7 @@ pub use event_loop::ACKNOWLEDGED;
 use event_loop::Loop;
 use hetero_kv_core::consumer::Consumer;
 use hetero_kv_core::producer::Producer;
+use standstill::Steps;
 
 use crate::waker::Waker;
 
@@ -57,12 +60,34 @@ pub struct SharedDesk {
     desk: Mutex<Desk>,
     /// Signalled when a message or a timer changed the machines.
     changed: Condvar,
+    /// Source line of whoever took the machines last, for the log of one that waits for long.
+    taken_at_line: AtomicU32,
 }
 
 impl SharedDesk {
     /// The machines. A panic under the lock leaves them usable: each call is one mutation.
+    #[track_caller]
     pub fn lock(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+        let caller = Location::caller();
+        let desk = match self.desk.try_lock() {
+            Ok(desk) => desk,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.wait_for_lock(caller),
+        };
+        self.taken_at_line.store(caller.line(), Ordering::Relaxed);
+        desk
+    }
+
+    /// Held for microseconds as a rule; a wait that peers would notice is told.
+    fn wait_for_lock(&self, caller: &Location<'_>) -> MutexGuard<'_, Desk> {
+        let holder = self.taken_at_line.load(Ordering::Relaxed);
+        let mut steps = Steps::new();
+        let desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
+        steps.end(&format!(
+            "line {} waited for the machines, taken at line {holder}",
+            caller.line()
+        ));
+        desk
     }
 
     /// Waits until the control plane changes something `until` accepts, or the time is over.

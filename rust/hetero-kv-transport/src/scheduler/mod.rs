@@ -348,6 +348,7 @@ impl SchedulerSide {
         held.map_err(|error: OfferError| OfferRefused(error.to_string()))
     }
 
+    #[track_caller]
     fn consumer(&self, call: impl FnOnce(&mut Consumer)) {
         let Some(mut desk) = self.desk() else {
             return;
@@ -359,6 +360,7 @@ impl SchedulerSide {
         self.control.wake();
     }
 
+    #[track_caller]
     fn producer(&self, call: impl FnOnce(&mut Producer)) {
         if let Some(mut desk) = self.desk()
             && let Some(producer) = desk.producer.as_mut()
@@ -368,6 +370,7 @@ impl SchedulerSide {
     }
 
     /// `None` in a forked child, where the lock may be held by a thread that is not there.
+    #[track_caller]
     fn desk(&self) -> Option<MutexGuard<'_, Desk>> {
         if self.control.is_forked() {
             tracing::error!("{FORKED}");
