@@ -1,7 +1,8 @@
 //! What all requests share: the settings, the engines of both roles, admission, metrics.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Instant, SystemTime};
 
 use http::{HeaderValue, header};
@@ -50,6 +51,8 @@ pub struct App {
     pub(crate) gate: Gate,
     /// Room for prefill legs whose clients have left.
     pub(crate) late_answers: LateAnswers,
+    /// Where the proxy itself listens, each address with the setting that names it.
+    pub(crate) listeners: OnceLock<Vec<(&'static str, SocketAddr)>>,
     /// Turns true when the proxy is to end.
     pub stop: watch::Sender<bool>,
     /// Held over what an administrator's request finds and changes.
@@ -93,6 +96,7 @@ impl App {
             running: Requests::default(),
             tasks: TaskTracker::new(),
             late_answers: LateAnswers::default(),
+            listeners: OnceLock::new(),
             stop: watch::Sender::new(false),
             changes: Mutex::new(()),
             told: AtomicBool::new(false),

@@ -63,6 +63,8 @@ fn take_over(
     }
     app.set_config(config);
     let workers = plan.follow(app);
+    // Workers that went may have been the last of a revision.
+    app.ask_for_revisions();
     drop(held);
     let changed = next.changed.iter();
     let changed: Vec<String> = changed

@@ -1,21 +1,27 @@
 //! The shares of revisions, and the draws of requests.
 
+mod unheard;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use http::{HeaderMap, HeaderValue};
 
 use crate::app::App;
+use crate::connectors::Order;
 use crate::metrics::RevisionLabels;
 use crate::routing::policy::draw_of_session;
-use crate::routing::{Draw, Drawn, Weights, draw_of_turn};
+use crate::routing::{Draw, Drawn, Field, Role, Weights, draw_of_turn};
 use crate::sync::lock;
+use unheard::{Question, Told};
 
 /// The shares as they are.
 #[derive(Debug)]
 pub(crate) struct Revisions {
     weights: Mutex<Option<Arc<Weights>>>,
     turn: AtomicU64,
+    /// Whether some worker tells each of them.
+    heard: Mutex<Question>,
 }
 
 /// By what the revision of one request is drawn: the same for all of its legs.
@@ -38,6 +44,7 @@ impl Revisions {
         Self {
             weights: Mutex::new(weights.map(Arc::new)),
             turn: AtomicU64::new(0),
+            heard: Mutex::default(),
         }
     }
 
@@ -96,5 +103,48 @@ impl App {
             .as_ref()
             .map(|weights| format!("{:?}", weights.entries()));
         tracing::info!(weights = shown.as_deref().unwrap_or("none"), "revisions");
+        self.ask_for_revisions();
+    }
+
+    /// Has the workers looked through anew for the revisions that have a share.
+    pub(crate) fn ask_for_revisions(&self) {
+        *lock(&self.revisions.heard) = Question::default();
+    }
+
+    /// Warns once of shares of revisions that no worker tells, at a time when those that are there
+    /// can have told theirs.
+    pub(crate) fn tell_unheard_revisions(&self) {
+        if !lock(&self.revisions.heard).is_open() {
+            return;
+        }
+        let config = self.config();
+        let roles: &[Role] = match config.connector.order() {
+            Order::DecodeAlone => &[Role::Decode],
+            Order::PrefillFirst | Order::Together => &[Role::Prefill, Role::Decode],
+        };
+        let told: Told = roles
+            .iter()
+            .map(|role| {
+                let here = self.snapshot(*role);
+                let here = here.iter().filter(|known| known.leave().is_none());
+                let revision = |traits: &crate::routing::Traits| {
+                    traits.get(Field::Revision).map(str::to_owned)
+                };
+                let told = here.map(|known| revision(&known.worker.traits));
+                (role.name(), told.collect())
+            })
+            .collect();
+        let may_come = config.admin_listen.is_some() || config.zmq_listen.is_some();
+        let weights = self.revisions.weights();
+        let mut heard = lock(&self.revisions.heard);
+        let found = heard.look(weights.as_deref(), &told, may_come, self.now_ms());
+        drop(heard);
+        if let Some(found) = found {
+            tracing::warn!(
+                unheard = found.unheard,
+                known = found.known,
+                "no worker tells this revision of --revision-weights; the others get its share"
+            );
+        }
     }
 }

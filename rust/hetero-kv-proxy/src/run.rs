@@ -1,5 +1,7 @@
 //! One proxy from configuration to its end.
 
+use std::io::ErrorKind;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,13 +30,13 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
             _ = interrupt.recv() => "SIGINT",
         }
     };
-    let listener = listen(&config.listen, "clients").await?;
+    let listener = listen(&config.listen, Listen::Clients).await?;
     let admin = match &config.admin_listen {
-        Some(address) => Some(listen(address, "administrators").await?),
+        Some(address) => Some(listen(address, Listen::Administrators).await?),
         None => None,
     };
     let zmq = match &config.zmq_listen {
-        Some(address) => Some(listen(address, "ZeroMQ").await?),
+        Some(address) => Some(listen(address, Listen::Zmq).await?),
         None => None,
     };
     let proxy = Proxy::start_all(config, listener, admin, zmq)?;
@@ -59,11 +61,50 @@ pub async fn serve(config: Config, set_log_level: SetLogLevel) -> anyhow::Result
     Ok(())
 }
 
+/// For whom a listener is.
+#[derive(Clone, Copy)]
+enum Listen {
+    Clients,
+    Administrators,
+    Zmq,
+}
+
+impl Listen {
+    /// The setting that names its address.
+    fn setting(self) -> &'static str {
+        match self {
+            Self::Clients => "--listen",
+            Self::Administrators => "--admin-listen",
+            Self::Zmq => "--zmq-listen",
+        }
+    }
+}
+
 /// Listens on an address of the settings.
-async fn listen(address: &str, whom: &str) -> anyhow::Result<TcpListener> {
+async fn listen(address: &str, whom: Listen) -> anyhow::Result<TcpListener> {
     let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
     let bound = listener::bind(&host, port).await;
-    bound.with_context(|| format!("listening on {address} for {whom}"))
+    bound.map_err(|error| {
+        let way_out = match error.kind() {
+            ErrorKind::AddrInUse => {
+                "; another process listens there, and takes the requests: end it \
+                                     or choose another port"
+            }
+            ErrorKind::AddrNotAvailable => "; it is no address of this host: 0.0.0.0 serves on all",
+            ErrorKind::PermissionDenied => "; ports below 1024 are for privileged processes",
+            _ => "",
+        };
+        anyhow::anyhow!("{} {address}: {error}{way_out}", whom.setting())
+    })
+}
+
+/// The address that a listener got.
+fn bound_at(
+    listener: Option<&TcpListener>,
+    what: &'static str,
+) -> anyhow::Result<Option<SocketAddr>> {
+    let at = listener.map(TcpListener::local_addr).transpose();
+    at.context(what)
 }
 
 /// A proxy that is serving.
@@ -72,9 +113,9 @@ pub struct Proxy {
     /// What its requests share.
     pub app: Arc<App>,
     /// Where it listens.
-    pub address: std::net::SocketAddr,
+    pub address: SocketAddr,
     /// Where it listens for administrators.
-    pub admin_address: Option<std::net::SocketAddr>,
+    pub admin_address: Option<SocketAddr>,
 }
 
 impl Proxy {
@@ -108,24 +149,32 @@ impl Proxy {
                 probe::start(&app, instance);
             }
         }
-        let mut admin_address = None;
+        let admin_address = bound_at(admin.as_ref(), "the admin listener's address")?;
+        let zmq_address = bound_at(zmq.as_ref(), "ZeroMQ's address")?;
+        let listeners = [
+            (Listen::Clients, Some(address)),
+            (Listen::Administrators, admin_address),
+            (Listen::Zmq, zmq_address),
+        ];
+        let listeners = listeners.into_iter();
+        let listeners = listeners.filter_map(|(whom, at)| Some((whom.setting(), at?)));
+        // Nobody else sets them.
+        let _set = app.listeners.set(listeners.collect());
         for (door, listener) in [
             (Door::Clients, Some(listener)),
             (Door::Administrators, admin),
         ] {
             let Some(listener) = listener else { continue };
-            if door == Door::Administrators {
-                let bound = listener
-                    .local_addr()
-                    .context("the admin listener's address")?;
+            if door == Door::Administrators
+                && let Some(bound) = admin_address
+            {
                 tracing::info!(listen = %bound, "serving administrators");
-                admin_address = Some(bound);
+                warn_unless_signed(&config, bound);
             }
             tokio::spawn(server::run(Arc::clone(&app), door, listener));
         }
         tokio::spawn(workers::sweep(Arc::clone(&app)));
-        if let Some(listener) = zmq {
-            let bound = listener.local_addr().context("ZeroMQ's address")?;
+        if let (Some(listener), Some(bound)) = (zmq, zmq_address) {
             tracing::info!(listen = %bound, "registering over ZeroMQ");
             let ttl = app.config().zmq_ttl;
             tokio::spawn(workers::zmq::run(Arc::clone(&app), listener, ttl));
@@ -154,6 +203,18 @@ impl Proxy {
         tokio::time::timeout(limit, self.app.tasks.wait())
             .await
             .is_ok()
+    }
+}
+
+/// Whoever reaches an admin listener that asks for no signature may change the workers, and a worker
+/// gets the prompts.
+fn warn_unless_signed(config: &Config, bound: SocketAddr) {
+    if config.admin_keys.is_none() && !bound.ip().to_canonical().is_loopback() {
+        tracing::warn!(
+            listen = %bound,
+            "--admin-listen is open to whoever reaches it: without --admin-key-file nothing is signed, \
+             and any worker that registers gets requests; give one, or listen on 127.0.0.1"
+        );
     }
 }
 

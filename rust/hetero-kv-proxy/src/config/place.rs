@@ -31,6 +31,22 @@ impl BaseUrl {
         place(&self.host) == place(&other.host)
             && (self.port, &self.path) == (other.port, &other.path)
     }
+
+    /// Whether this host reaches its own listener on `host` and `port` by it, as far as the spelling
+    /// tells: names are not resolved, and of the addresses that a wildcard stands for only the
+    /// loopback ones are known.
+    pub(crate) fn is_listener(&self, host: &str, port: u16) -> bool {
+        let (listener, there) = (place(host), place(&self.host));
+        let wildcard = match (&listener, &there) {
+            (Place::Address(listener), Place::Address(there)) => {
+                // Linux serves IPv4 on an IPv6 wildcard too.
+                let serves = listener.is_ipv6() || there.is_ipv4();
+                listener.is_unspecified() && there.is_loopback() && serves
+            }
+            (Place::Address(_) | Place::Name(_), _) => false,
+        };
+        self.port == port && (listener == there || wildcard)
+    }
 }
 
 impl Worker {
@@ -57,6 +73,20 @@ impl Worker {
             && bootstrap(self) == bootstrap(other)
             && (&self.traits, &self.control) == (&other.traits, &other.control)
     }
+}
+
+/// What is wrong with a worker at `base` that is one of this proxy's own listeners, each given by its
+/// setting, host and port.
+pub(crate) fn own_listener<'a>(
+    base: &BaseUrl,
+    listeners: impl IntoIterator<Item = (&'static str, &'a str, u16)>,
+) -> Option<String> {
+    let mut listeners = listeners.into_iter();
+    let (setting, ..) = listeners.find(|(_, host, port)| base.is_listener(host, *port))?;
+    Some(format!(
+        "is this proxy's own {setting}, to which its legs would come back; give the address and port \
+         of the engine"
+    ))
 }
 
 #[cfg(test)]

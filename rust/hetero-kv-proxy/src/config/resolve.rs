@@ -45,6 +45,13 @@ impl Config {
         let admin_keys = faults.admin_keys(&mut s);
         let api_keys = faults.api_keys(&s);
         let zmq_listen = faults.zmq(&s, connector);
+        let listeners = [
+            ("--listen", Some(&*listen)),
+            ("--admin-listen", admin_listen.as_deref()),
+            ("--zmq-listen", zmq_listen.as_deref()),
+        ];
+        faults.own_listeners(&listeners, Role::Prefill, &prefill);
+        faults.own_listeners(&listeners, Role::Decode, &decode);
         let may_register = admin_listen.is_some() || zmq_listen.is_some();
         faults.each_role_has_one(&s, connector, may_register);
         let policies = faults.policies(&mut s, connector);

@@ -2,6 +2,7 @@
 
 use super::address::{self, Worker, WorkerFault};
 use super::faults::{Faults, fill};
+use super::{host_port, own_listener};
 use crate::cli::Settings;
 use crate::connectors::{self, Connector, Order};
 use crate::routing::{Field, Role};
@@ -43,6 +44,29 @@ impl Faults {
             for fault in worker_faults(connector, role, worker) {
                 let at = format!("--{} {}", role.name(), worker.spec.url);
                 self.add(format!("{at}: {}", fault.text));
+            }
+        }
+    }
+
+    /// Workers that are one of the proxy's own listeners, each given by its setting.
+    pub(super) fn own_listeners(
+        &mut self,
+        listeners: &[(&'static str, Option<&str>)],
+        role: Role,
+        workers: &[Worker],
+    ) {
+        let listeners: Vec<(&'static str, String, u16)> = listeners
+            .iter()
+            .filter_map(|(setting, address)| {
+                let (host, port) = host_port((*address)?).ok()?;
+                Some((*setting, host, port))
+            })
+            .collect();
+        for worker in workers {
+            let listeners = listeners.iter();
+            let listeners = listeners.map(|(setting, host, port)| (*setting, &**host, *port));
+            if let Some(fault) = own_listener(&worker.base, listeners) {
+                self.add(format!("--{} {}: {fault}", role.name(), worker.spec.url));
             }
         }
     }

@@ -8,7 +8,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use super::body::{Told, fault, refused};
 use super::facts::Facts;
 use crate::app::App;
-use crate::config::{Worker, base_url, worker_faults};
+use crate::config::{Worker, base_url, own_listener, worker_faults};
 use crate::connectors::{Order, other_connector};
 use crate::instance::{Instance, Leave, Registration, WorkerWeights};
 use crate::openai::error::ApiError;
@@ -63,8 +63,27 @@ pub(super) fn check(app: &App, role: Role, worker: &Worker) -> Result<(), ApiErr
             ..ApiError::new(400, "worker_refused", message)
         });
     }
+    check_place(app, worker)?;
     match worker_faults(connector, role, worker).first() {
         Some(found) => Err(refused(found)),
+        None => Ok(()),
+    }
+}
+
+/// Whether a worker is elsewhere than this proxy itself.
+fn check_place(app: &App, worker: &Worker) -> Result<(), ApiError> {
+    let listeners = app.listeners.get().map(Vec::as_slice).unwrap_or_default();
+    let listeners: Vec<(&'static str, String, u16)> = listeners
+        .iter()
+        .map(|(setting, at)| (*setting, at.ip().to_string(), at.port()))
+        .collect();
+    let listeners = listeners.iter();
+    let listeners = listeners.map(|(setting, host, port)| (*setting, &**host, *port));
+    match own_listener(&worker.base, listeners) {
+        Some(text) => {
+            let text = format!("{} {text}", worker.spec.url);
+            Err(fault("worker_refused", "url", text))
+        }
         None => Ok(()),
     }
 }
@@ -339,7 +358,7 @@ pub(super) async fn change_role(
 }
 
 /// Lets go of workers that were not heard of for their time to live, and of transfers whose lease
-/// is over, until the proxy stops.
+/// is over, and tells of revisions that nobody serves, until the proxy stops.
 pub(crate) async fn sweep(app: Arc<App>) {
     let mut stop = app.stop.subscribe();
     let mut ticks = interval(SWEEP);
@@ -352,6 +371,7 @@ pub(crate) async fn sweep(app: Arc<App>) {
         let _held = lock(&app.changes);
         let now_ms = app.now_ms();
         app.lapse(Role::Prefill);
+        app.tell_unheard_revisions();
         for role in [Role::Prefill, Role::Decode] {
             for instance in app.snapshot(role).iter() {
                 if instance.expires_in_ms(now_ms) == Some(0) && instance.leave().is_none() {

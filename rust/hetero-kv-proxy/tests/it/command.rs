@@ -97,27 +97,6 @@ fn a_full_disk_and_a_reader_that_has_gone_change_no_exit_code() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }
 
-#[test]
-fn an_address_in_use_is_exit_1() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
-    let address = taken.local_addr().expect("address").to_string();
-    let flags = [
-        "serve",
-        "--prefill",
-        "http://a:1",
-        "--decode",
-        "http://b:1",
-        "--listen",
-    ];
-    let output = run(command().args(flags).arg(&address));
-    assert_eq!(output.status.code(), Some(1));
-    let errors = text(&output.stderr);
-    assert!(
-        errors.contains(&address) && errors.contains("in use"),
-        "{errors}"
-    );
-}
-
 /// Starts `serve` on a free port and reads the address from its first log line.
 fn serve(p: &Engine, d: &Engine) -> (Child, SocketAddr, impl Read) {
     serve_with(p, d, &[])

@@ -38,6 +38,7 @@ mod retries;
 mod revisions;
 mod routes;
 mod sizes;
+mod start;
 mod streaming;
 mod together;
 mod trace_context;

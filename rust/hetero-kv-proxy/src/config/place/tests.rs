@@ -58,3 +58,31 @@ fn what_is_filled_in_is_as_good_as_what_is_said() {
         assert!(!said.says_the_same(&other), "{other:?}");
     }
 }
+
+#[test]
+fn a_worker_at_an_own_listener_is_known_by_loopback_wildcard_and_spelling() {
+    for (url, host, own) in [
+        ("http://127.0.0.1:8000", "127.0.0.1", true),
+        ("http://localhost:8000/base", "127.0.0.1", true),
+        ("http://127.0.0.1:8000", "localhost", true),
+        ("http://127.0.0.1:8000", "0.0.0.0", true),
+        ("http://127.9.9.9:8000", "0.0.0.0", true),
+        ("http://localhost:8000", "::", true),
+        ("http://[::1]:8000", "::", true),
+        ("http://[::ffff:127.0.0.1]:8000", "0.0.0.0", true),
+        ("http://Proxy.example.:8000", "proxy.example", true),
+        ("http://10.0.0.1:8000", "10.0.0.1", true),
+        ("http://127.0.0.1:8001", "0.0.0.0", false),
+        ("http://[::1]:8000", "0.0.0.0", false),
+        ("http://127.0.0.2:8000", "127.0.0.1", false),
+        ("http://10.0.0.1:8000", "0.0.0.0", false),
+        ("http://10.0.0.1:8000", "127.0.0.1", false),
+        ("http://engine:8000", "0.0.0.0", false),
+    ] {
+        let base = worker(url).base;
+        assert_eq!(base.is_listener(host, 8_000), own, "{url} at {host}:8000");
+        let fault = own_listener(&base, [("--admin-listen", host, 8_000)]);
+        assert_eq!(fault.is_some(), own);
+        assert!(fault.is_none_or(|text| text.contains("own --admin-listen")));
+    }
+}

@@ -319,3 +319,30 @@ async fn a_worker_of_another_mode_or_connector_is_refused_by_name() {
         );
     }
 }
+
+#[tokio::test]
+async fn the_proxy_itself_does_not_register() {
+    let (p, d) = pair().await;
+    let proxy = managed(&[&p], &[&d]).await;
+    let admin = proxy.admin_address.expect("a listener for administrators");
+    for (url, setting) in [
+        (format!("http://{}", proxy.address), "own --listen,"),
+        (
+            format!("http://localhost:{}/base", proxy.address.port()),
+            "own --listen,",
+        ),
+        (format!("http://{admin}"), "own --admin-listen,"),
+    ] {
+        let body = json!({"role": "decode", "url": url});
+        let reply = tell(&proxy, "/v1/workers", &body).await;
+        assert_eq!(
+            (reply.status, reply.error_code().as_str()),
+            (400, "worker_refused")
+        );
+        let error = &reply.json()["error"];
+        assert_eq!(error["param"], "url");
+        let message = error["message"].as_str().expect("a message");
+        assert!(message.contains(setting), "{message}");
+    }
+    assert_eq!(ids(&proxy).await, ["prefill-0", "decode-0"]);
+}
