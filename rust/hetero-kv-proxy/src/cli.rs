@@ -1,7 +1,11 @@
 //! The command line: one struct that the flags, the environment and the TOML file all fill.
 
+pub mod environment;
+pub(crate) mod near;
+
 use std::path::PathBuf;
 
+use clap::error::{ContextKind, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +68,20 @@ pub struct Invocation {
     pub settings: Settings,
 }
 
+/// The fault of a setting that is no number of its kind, told as one that is out of its limits is;
+/// `None` for every other error.
+pub fn number_fault(error: &clap::Error) -> Option<String> {
+    if error.kind() != ErrorKind::ValueValidation {
+        return None;
+    }
+    let told = |kind| error.get(kind).map(ToString::to_string);
+    let argument = told(ContextKind::InvalidArg)?;
+    let flag = argument.split(' ').next()?;
+    let limits = crate::config::limits(flag)?;
+    let value: String = told(ContextKind::InvalidValue)?.chars().take(64).collect();
+    Some(format!("{flag} {value}: must be {limits}"))
+}
+
 /// Declares the settings once: as flags, as environment variables and as TOML keys.
 macro_rules! settings {
     ($($(#[$meta:meta])* $field:ident: $kind:ty, $env:literal;)*) => {
@@ -73,12 +91,16 @@ macro_rules! settings {
         pub struct Settings {
             $(
                 $(#[$meta])*
-                #[arg(long, env = $env)]
+                // A number below 0 is a value, of which the limits can be told, and no flag.
+                #[arg(long, env = $env, allow_negative_numbers = true)]
                 pub $field: Option<$kind>,
             )*
         }
 
         impl Settings {
+            /// The settings as a file names them.
+            pub(crate) const NAMES: &[&str] = &[$(stringify!($field)),*];
+
             /// These settings, with those of `other` where these are silent.
             #[must_use]
             pub fn or(self, other: Self) -> Self {

@@ -29,6 +29,7 @@ mod workers;
 pub use address::{BaseUrl, Worker, host_port};
 pub(crate) use address::{WorkerFault, base_url};
 pub(crate) use address::{assemble as assemble_worker, keys as worker_keys};
+pub(crate) use numbers::limits;
 pub(crate) use place::own_listener;
 pub(crate) use workers::worker_faults;
 

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use hetero_kv_proxy::cli::{Cli, Command, Invocation};
+use hetero_kv_proxy::cli::{self, Cli, Command, Invocation};
 use hetero_kv_proxy::config::{Config, LogFormat};
 use hetero_kv_proxy::reload::SetLogLevel;
 use hetero_kv_proxy::run;
@@ -17,7 +17,14 @@ use tracing_subscriber::util::SubscriberInitExt;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    let parsed = Cli::try_parse().unwrap_or_else(|error| match cli::number_fault(&error) {
+        Some(fault) => {
+            hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {fault}"));
+            std::process::exit(2)
+        }
+        None => error.exit(),
+    });
+    match parsed.command {
         Command::Serve(invocation) => with_config(*invocation, serve),
         Command::Check(invocation) => with_config(*invocation, check),
         Command::Sign(args) => match hetero_kv_proxy::auth::cli::run(&args) {
@@ -80,10 +87,12 @@ fn with_config(
     invocation: Invocation,
     then: impl FnOnce(Config) -> anyhow::Result<()>,
 ) -> ExitCode {
-    let config = match Config::resolve(invocation) {
-        Ok(config) => config,
-        Err(error) => {
-            for fault in error.0 {
+    let mut faults = cli::environment::faults(std::env::vars_os().map(|(name, _)| name));
+    let resolved = Config::resolve(invocation).map_err(|error| faults.extend(error.0));
+    let config = match resolved {
+        Ok(config) if faults.is_empty() => config,
+        Ok(_) | Err(()) => {
+            for fault in faults {
                 hetero_kv_proxy::tell::line(format_args!("hetero-kv-proxy: {fault}"));
             }
             return ExitCode::from(2);

@@ -106,7 +106,10 @@ impl Default for Metrics {
             ),
             legs: all.metric("leg_requests", "Legs by outcome"),
             in_flight: all.metric("in_flight", "Legs in flight"),
-            ready: all.metric("instance_ready", "1 when the instance answered recently"),
+            ready: all.metric(
+                "instance_ready",
+                "1 when the instance is healthy and answered a probe (GET /health) recently",
+            ),
             breaker_open: all.metric(
                 "breaker_open",
                 "1 while the instance is kept out, or tried, since its legs failed",

@@ -18,6 +18,9 @@ Example: register a worker at a proxy that runs with --admin-key-file
 
 The first key of the file signs. A signature is good once, within 30 s.";
 
+/// The methods of the admin listener.
+const METHODS: [&str; 5] = ["GET", "HEAD", "POST", "PUT", "DELETE"];
+
 /// What is signed, and by which key.
 #[derive(Debug, Args)]
 pub struct SignArgs {
@@ -27,7 +30,7 @@ pub struct SignArgs {
     /// Body of the request, or @FILE with it (send that with curl's --data-binary) [default: none]
     #[arg(long, value_name = "TEXT|@FILE")]
     pub data: Option<String>,
-    /// Method of the request, such as POST
+    /// Method of the request, such as POST; in either case
     pub method: String,
     /// Its path and query, such as /v1/workers/decode-0/drain?wait_s=30
     pub target: String,
@@ -36,13 +39,22 @@ pub struct SignArgs {
 /// The three headers, a line each.
 ///
 /// # Errors
-/// A file that cannot be read, no random numbers, or a target without a slash in front.
+/// A file that cannot be read, no random numbers, a method that no path has, or a target without a
+/// slash in front.
 pub fn run(args: &SignArgs) -> anyhow::Result<()> {
     let keys = Keys::read(&args.key_file, ADMIN_KEY_BYTES_MIN).map_err(|fault| anyhow!(fault))?;
     if !args.target.starts_with('/') {
         return Err(anyhow!(
             "{}: the path and query of the request, with a / in front",
             args.target
+        ));
+    }
+    let method = args.method.to_ascii_uppercase();
+    if !METHODS.contains(&&*method) {
+        return Err(anyhow!(
+            "{}: no method of the admin listener; one of {}",
+            args.method,
+            METHODS.join(", ")
         ));
     }
     let body = match args.data.as_deref() {
@@ -55,7 +67,7 @@ pub fn run(args: &SignArgs) -> anyhow::Result<()> {
     let mut nonce = [0; 16];
     getrandom::fill(&mut nonce).map_err(|error| anyhow!("no random numbers: {error}"))?;
     let signed = Signed {
-        method: &args.method.to_ascii_uppercase(),
+        method: &method,
         target: &args.target,
         timestamp_s: now_s(),
         nonce: u128::from_be_bytes(nonce),

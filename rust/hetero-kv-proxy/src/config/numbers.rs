@@ -1,6 +1,8 @@
 //! Every number among the settings: its flag, its default, and the least and the most that it may
 //! be. What each of them means is said in [`crate::cli`].
 
+use std::fmt::Display;
+
 /// A setting that is a number.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Number<T> {
@@ -84,3 +86,50 @@ pub(super) const TRACE_REQUESTS_MAX: Number<usize> =
     number("--trace-requests-max", 256, 0, 100_000);
 pub(super) const TRACE_SAMPLE: Number<f64> = number("--trace-sample", 0.0, 0.0, 1.0);
 pub(super) const THREADS: Number<usize> = number("--threads", 0, 0, 1_024);
+
+/// What a number of these settings may be, by its flag: `0 to 16`.
+pub(crate) fn limits(flag: &str) -> Option<String> {
+    fn of<T: Display>(number: Number<T>) -> (&'static str, String) {
+        let Number {
+            flag, low, high, ..
+        } = number;
+        (flag, format!("{low} to {high}"))
+    }
+    let all = [
+        of(CONNECT_TIMEOUT_MS),
+        of(POOL_IDLE_TIMEOUT_MS),
+        of(SCRAPE_INTERVAL_MS),
+        of(HANDOVER_GRACE_MS),
+        of(HEALTH_INTERVAL_MS),
+        of(HEALTH_TIMEOUT_MS),
+        of(ZMQ_TTL_MS),
+        of(REQUEST_TIMEOUT_S),
+        of(STREAM_IDLE_TIMEOUT_S),
+        of(HEADER_READ_TIMEOUT_S),
+        of(BODY_READ_TIMEOUT_S),
+        of(CLIENT_WRITE_TIMEOUT_S),
+        of(QUEUE_TIMEOUT_S),
+        of(BREAKER_OPEN_S),
+        of(LEASE_S),
+        of(DRAIN_TIMEOUT_S),
+        of(BODY_BYTES_MAX),
+        of(PREFILL_ANSWER_BYTES_MAX),
+        of(HASH_PROMPT_BYTES),
+        of(AUTO_PROMPT_BYTES_MIN),
+        of(REQUESTS_MAX),
+        of(WORKER_REQUESTS_MAX),
+        of(legs("--prefill-requests-max", 0)),
+        of(legs("--decode-requests-max", 0)),
+        of(QUEUE_MAX),
+        of(CONNECTIONS_MAX),
+        of(POOL_IDLE_MAX),
+        of(HEALTH_FAILURES_MAX),
+        of(RETRIES_MAX),
+        of(BREAKER_FAILURES_MAX),
+        of(TRACE_REQUESTS_MAX),
+        of(TRACE_SAMPLE),
+        of(THREADS),
+    ];
+    let found = all.into_iter().find(|(known, _)| *known == flag);
+    found.map(|(_, limits)| limits)
+}

@@ -239,7 +239,11 @@ fn an_unknown_key_or_a_wrong_type_in_the_file_is_an_error() {
         let file = tempfile::NamedTempFile::new().expect("temporary file");
         std::fs::write(file.path(), text).expect("written");
         let path = file.path().to_str().expect("UTF-8 path");
-        assert!(faults(&["--config", path])[0].starts_with("--config"));
+        let found = &faults(&["--config", path])[0];
+        assert!(
+            found.starts_with(&format!("--config {path}, line 1: ")),
+            "{found}"
+        );
     }
     assert!(faults(&["--config", "/nonexistent/x.toml"])[0].contains("No such file"));
 }
@@ -434,4 +438,70 @@ fn a_log_level_that_is_none_is_refused_and_warning_is_warn() {
             .iter()
             .any(|fault| fault.starts_with("--log-level verbose: one of"))
     );
+}
+
+/// The flags of the settings that are numbers.
+fn number_flags() -> Vec<String> {
+    let mut command = Cli::command();
+    command.build();
+    let serve = command.find_subcommand("serve").expect("a subcommand");
+    let is_number = |setting: &&clap::Arg| {
+        let kind = setting.get_value_parser().type_id();
+        [
+            clap::builder::ValueParser::from(clap::value_parser!(u32)).type_id(),
+            clap::builder::ValueParser::from(clap::value_parser!(u64)).type_id(),
+            clap::builder::ValueParser::from(clap::value_parser!(usize)).type_id(),
+            clap::builder::ValueParser::from(clap::value_parser!(f64)).type_id(),
+        ]
+        .contains(&kind)
+    };
+    let numbers = serve.get_arguments().filter(is_number);
+    let flags = numbers.filter_map(|setting| setting.get_long());
+    flags.map(|flag| format!("--{flag}")).collect()
+}
+
+#[test]
+fn a_number_below_0_or_none_at_all_names_its_flag_and_limits() {
+    let flags = number_flags();
+    assert!(flags.len() >= 33, "{flags:?}");
+    for flag in &flags {
+        for value in ["-1", "-0.5", "1_000", "many", ""] {
+            let line = ["hetero-kv-proxy", "check", flag, value];
+            let line = line.iter().chain(&PAIR);
+            let told = match Cli::try_parse_from(line) {
+                Err(error) => crate::cli::number_fault(&error).expect("a number's fault"),
+                // What is a number is held against its limits.
+                Ok(parsed) => match parsed.command {
+                    Command::Check(invocation) => {
+                        let faults = Config::resolve(*invocation).expect_err(flag).0;
+                        assert_eq!(faults.len(), 1, "{faults:?}");
+                        faults[0].clone()
+                    }
+                    Command::Serve(_)
+                    | Command::Sign(_)
+                    | Command::Bench(_)
+                    | Command::Mock(_) => {
+                        unreachable!("check was parsed")
+                    }
+                },
+            };
+            let limits = limits(flag).expect("limits");
+            assert_eq!(told, format!("{flag} {value}: must be {limits}"));
+        }
+    }
+}
+
+#[test]
+fn limits_that_are_told_are_those_that_hold() {
+    for flag in number_flags() {
+        let limits = limits(&flag).expect("limits");
+        let (low, high) = limits.split_once(" to ").expect("two");
+        for limit in [low, high] {
+            // Whatever it depends on is not looked at here.
+            let mut args = PAIR.to_vec();
+            args.extend([flag.as_str(), limit]);
+            let resolved = resolve(&args);
+            assert!(resolved.is_ok(), "{flag} {limit}: {resolved:?}");
+        }
+    }
 }

@@ -48,7 +48,10 @@ pub(crate) fn after_failure(
             (failure, LegFault::Failed, "malformed", "malformed")
         }
         SendError::Bootstrap(reason) => {
-            tracing::warn!(url, reason, "bootstrap server");
+            let bootstrap = &*instance.worker.peer.bootstrap;
+            let message = "Mooncake's bootstrap server does not tell the engine id; its address is \
+                           the worker's `bootstrap`";
+            tracing::warn!(url, bootstrap, reason, message);
             let fault = LegFault::Failed;
             (LegFailure::Connect, fault, "bootstrap", "bootstrap")
         }

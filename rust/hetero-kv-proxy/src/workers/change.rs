@@ -215,12 +215,11 @@ pub(super) fn set_drained(app: &App, instance: &Instance, drained: bool) -> Resu
         pool.set_standing(instance.index, standing);
     });
     drop(held);
-    tracing::info!(
-        id = instance.id(),
-        url = &*instance.label,
-        drained,
-        "worker drained"
-    );
+    let (id, url) = (instance.id(), &*instance.label);
+    match drained {
+        true => tracing::info!(id, url, "worker drained: it gets no new legs"),
+        false => tracing::info!(id, url, "worker undrained: it gets legs again"),
+    }
     Ok(())
 }
 

@@ -4,6 +4,7 @@ mod body;
 mod change;
 mod facts;
 pub(crate) mod file;
+mod query;
 mod revisions;
 pub(crate) mod zmq;
 
@@ -15,6 +16,8 @@ use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
 use serde::Serialize;
 use tokio::time::Instant;
+
+use query::{Query, Takes};
 
 pub(crate) use change::sweep;
 pub(crate) use facts::Facts;
@@ -31,68 +34,12 @@ use crate::server::not_allowed;
 
 /// A registration is a few hundred bytes.
 const BODY_BYTES_MAX: u64 = 64 << 10;
-/// Longest wait that a request may ask for.
-const WAIT_S_MAX: u64 = 3_600;
-
 /// Whether the body of a registration could be taken by some connector.
 ///
 /// # Errors
 /// Status 400, with the field at fault.
 pub fn check_registration(body: &[u8]) -> Result<(), ApiError> {
     body::told(body).map(drop)
-}
-
-/// What a request may say behind `?`.
-struct Query {
-    /// How long to wait for legs to end.
-    wait: Duration,
-    /// Remove, or change the role, although legs run or blocks are kept.
-    force: bool,
-}
-
-impl Query {
-    fn parse(query: Option<&str>, wait: Duration, with_force: bool) -> Result<Self, ApiError> {
-        let mut parsed = Self { wait, force: false };
-        let pairs = query.unwrap_or_default().split('&');
-        for pair in pairs.filter(|pair| !pair.is_empty()) {
-            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            match name {
-                "wait_s" => {
-                    let seconds = value.parse().ok().filter(|wait| *wait <= WAIT_S_MAX);
-                    let seconds = seconds.ok_or_else(|| {
-                        bad_query(name, format!("must be 0 to {WAIT_S_MAX} seconds"))
-                    })?;
-                    parsed.wait = Duration::from_secs(seconds);
-                }
-                "force" if with_force && (value == "true" || value == "false") => {
-                    parsed.force = value == "true";
-                }
-                "force" if with_force => {
-                    return Err(bad_query(name, "must be true or false".to_owned()));
-                }
-                _ => {
-                    let known = match with_force {
-                        true => "is unknown here; wait_s=N and force=true are not",
-                        false => "is unknown here; wait_s=N is not",
-                    };
-                    return Err(bad_query(name, known.to_owned()));
-                }
-            }
-        }
-        Ok(parsed)
-    }
-
-    fn until(&self) -> Instant {
-        Instant::now() + self.wait
-    }
-}
-
-fn bad_query(name: &str, fault: String) -> ApiError {
-    let name: String = name.chars().take(64).collect();
-    ApiError {
-        param: Some(name.clone()),
-        ..ApiError::new(400, "invalid_query", format!("`{name}` {fault}"))
-    }
 }
 
 /// What an administrator asks for.
@@ -127,15 +74,20 @@ async fn run(
         Box::new(answer::error(&error))
     };
     let wrong = |allow| Err(Box::new(not_allowed(allow)));
+    let told = |error: ApiError| Box::new(answer::error(&error));
+    // What is only read, and has no query to be read by.
+    let whole = |answer: Answer| {
+        query::none(head.uri.query()).map_or_else(|error| Err(told(error)), |()| Ok(answer))
+    };
     if path == "/workers" {
         return match head.method {
-            Method::GET | Method::HEAD => Ok(admin::workers(app)),
+            Method::GET | Method::HEAD => whole(admin::workers(app)),
             _ => wrong("GET, HEAD"),
         };
     }
     if let Some(id) = path.strip_prefix("/v1/trace/") {
         return match head.method {
-            Method::GET | Method::HEAD => Ok(admin::trace(app, id)),
+            Method::GET | Method::HEAD => whole(admin::trace(app, id)),
             _ => wrong("GET, HEAD"),
         };
     }
@@ -146,10 +98,12 @@ async fn run(
     };
     let parts: Vec<&str> = under.split('/').skip(1).collect();
     let order = match (parts.as_slice(), &head.method) {
-        (_, &Method::GET | &Method::HEAD) if revisions => return Ok(revisions::shown(app)),
+        (_, &Method::GET | &Method::HEAD) if revisions => return whole(revisions::shown(app)),
         (_, &Method::PUT) if revisions => Order::Weights,
         _ if revisions => return wrong("GET, HEAD, PUT"),
-        ([], &Method::GET | &Method::HEAD) if under.is_empty() => return Ok(admin::workers(app)),
+        ([], &Method::GET | &Method::HEAD) if under.is_empty() => {
+            return whole(admin::workers(app));
+        }
         ([], &Method::POST) if under.is_empty() => Order::Register,
         ([], _) if under.is_empty() => return wrong("GET, HEAD, POST"),
         ([id], &Method::GET | &Method::HEAD) => Order::Show(id),
@@ -163,7 +117,6 @@ async fn run(
         _ => return Err(no_path()),
     };
     let deadline = Instant::now() + app.config().body_read_timeout;
-    let told = |error: ApiError| Box::new(answer::error(&error));
     let unproven = |error: ApiError| Box::new(app.unauthorized(&error));
     // What is only read is on the clients' listener too.
     let claim = match order {
@@ -198,6 +151,7 @@ async fn follow(
     let drain = app.config().drain_timeout;
     match order {
         Order::Register => {
+            query::none(query)?;
             let (instance, created) = change::register(app, body::told(&body)?)?;
             let status = match created {
                 true => StatusCode::CREATED,
@@ -205,31 +159,37 @@ async fn follow(
             };
             shown(app, &instance, status)
         }
-        Order::Show(id) => shown(app, &*change::find(app, id)?, StatusCode::OK),
+        Order::Show(id) => {
+            query::none(query)?;
+            shown(app, &*change::find(app, id)?, StatusCode::OK)
+        }
         Order::Drain(id) => {
-            let query = Query::parse(query, Duration::ZERO, false)?;
+            let query = Query::parse(query, Duration::ZERO, Takes::Wait)?;
             let instance = change::find(app, id)?;
             change::set_drained(app, &instance, true)?;
             change::wait_idle(app, &instance, query.until()).await;
             shown(app, &instance, StatusCode::OK)
         }
         Order::Undrain(id) => {
+            query::none(query)?;
             let instance = change::find(app, id)?;
             change::set_drained(app, &instance, false)?;
             shown(app, &instance, StatusCode::OK)
         }
         Order::Weight(id) => {
+            query::none(query)?;
             let weight = body::weight(&body)?;
             let instance = change::find(app, id)?;
             change::set_weight(app, &instance, weight)?;
             shown(app, &instance, StatusCode::OK)
         }
         Order::Weights => {
+            query::none(query)?;
             revisions::set(app, &body)?;
             Ok(revisions::shown(app))
         }
         Order::Remove(id) => {
-            let query = Query::parse(query, drain, true)?;
+            let query = Query::parse(query, drain, Takes::WaitAndForce)?;
             let instance = change::find(app, id)?;
             let removed = change::remove(app, &instance, query.force, query.until()).await?;
             let status = match removed {
@@ -240,7 +200,7 @@ async fn follow(
             Ok(admin::json(status, &Removed { id, removed }))
         }
         Order::Role(id) => {
-            let query = Query::parse(query, drain, true)?;
+            let query = Query::parse(query, drain, Takes::WaitAndForce)?;
             let role = body::role(&body)?;
             let instance = change::find(app, id)?;
             let task = {

@@ -189,3 +189,31 @@ async fn sighup_reads_the_keys_again_and_a_bad_file_changes_nothing() {
         201
     );
 }
+
+#[test]
+fn a_method_that_no_path_has_is_not_signed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let key = folder.path().join("admin.key");
+    std::fs::write(&key, "an-admin-key-of-ours\n").expect("written");
+    for (method, target, part) in [
+        (
+            "pots",
+            "/v1/workers",
+            "pots: no method of the admin listener; one of GET, HEAD, POST",
+        ),
+        (
+            "/v1/workers",
+            "POST",
+            "POST: the path and query of the request",
+        ),
+    ] {
+        let mut sign = command();
+        let sign = sign.args(["sign", "--key-file"]).arg(&key);
+        let output = sign.args([method, target]).output();
+        let output = output.expect("the executable runs");
+        assert_eq!(output.status.code(), Some(1));
+        assert!(output.stdout.is_empty());
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(errors.contains(part), "{errors}");
+    }
+}

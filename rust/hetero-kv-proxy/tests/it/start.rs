@@ -170,3 +170,44 @@ async fn an_open_admin_listener_is_warned_of_unless_it_is_loopback_or_signed() {
         drop(process);
     }
 }
+
+#[test]
+fn an_environment_variable_that_no_setting_has_is_refused_with_all_other_faults() {
+    let with = |name: &str| {
+        run(command()
+            .env(name, "1")
+            .env("HETERO_KV_PROXY_SERVICE_HOST", "10.0.0.1")
+            .env("HETERO_KV_PROXY_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+            .arg("check")
+            .args(PAIR))
+    };
+    let output = with("HETERO_KV_PROXY_QUEUE_MAX");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let output = with("HETERO_KV_PROXY_QEUE_MAX");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty());
+    let want = "hetero-kv-proxy: HETERO_KV_PROXY_QEUE_MAX: no setting has this environment variable; \
+                did you mean HETERO_KV_PROXY_QUEUE_MAX?\n";
+    assert_eq!(text(&output.stderr), want);
+    let both = run(command()
+        .env("HETERO_KV_PROXY_QEUE_MAX", "1")
+        .args(["serve", "--policy", "x"])
+        .args(PAIR));
+    let errors = text(&both.stderr);
+    assert_eq!(errors.lines().count(), 2, "{errors}");
+}
+
+#[test]
+fn a_number_below_0_is_a_value_by_flag_and_by_environment() {
+    let want = "hetero-kv-proxy: --queue-max -1: must be 0 to 1000000\n";
+    for output in [
+        run(command().args(["serve", "--queue-max", "-1"]).args(PAIR)),
+        run(command()
+            .env("HETERO_KV_PROXY_QUEUE_MAX", "-1")
+            .arg("check")
+            .args(PAIR)),
+    ] {
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(text(&output.stderr), want);
+    }
+}

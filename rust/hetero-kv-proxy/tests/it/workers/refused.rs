@@ -346,3 +346,70 @@ async fn the_proxy_itself_does_not_register() {
     }
     assert_eq!(ids(&proxy).await, ["prefill-0", "decode-0"]);
 }
+
+#[tokio::test]
+async fn a_query_that_a_path_does_not_take_is_told_with_what_it_takes_and_changes_nothing() {
+    let (p, d) = pair().await;
+    let proxy = managed(&[&p], &[&d]).await;
+    let mut client = admin::connect(&proxy).await;
+    let (drain, worker) = ("/v1/workers/decode-0/drain", "/v1/workers/decode-0");
+    for (method, path, query, parts) in [
+        ("POST", drain, "wait=1", ["`wait` ", "wait_s=N"]),
+        ("POST", drain, "wait_s=0.5", ["`wait_s` ", "not `0.5`"]),
+        ("POST", drain, "wait_s", ["`wait_s` ", "0 to 3600 seconds"]),
+        ("POST", drain, "wait_s=1&wait_s=2", ["`wait_s` ", "twice"]),
+        ("POST", drain, "force=true", ["`force` ", "wait_s=N"]),
+        ("DELETE", worker, "forced=true", ["`forced` ", "force=true"]),
+        ("DELETE", worker, "force=yes", ["`force` ", "not `yes`"]),
+        ("DELETE", worker, "force", ["`force` ", "true or false"]),
+        (
+            "POST",
+            "/v1/workers/decode-0/undrain",
+            "wait_s=1",
+            ["`wait_s` ", "no query"],
+        ),
+        (
+            "POST",
+            "/v1/workers/decode-0/weight",
+            "weight=3",
+            ["`weight` ", "no query"],
+        ),
+        (
+            "POST",
+            "/v1/workers",
+            "dry_run=1",
+            ["`dry_run` ", "no query"],
+        ),
+        ("PUT", "/v1/revisions", "x", ["`x` ", "no query"]),
+        ("GET", "/v1/revisions", "x", ["`x` ", "no query"]),
+        ("GET", "/v1/workers", "role=decode", ["`role` ", "no query"]),
+        ("GET", "/workers", "role=decode", ["`role` ", "no query"]),
+        ("GET", worker, "x=1", ["`x` ", "no query"]),
+        ("GET", "/v1/trace/id", "x=1", ["`x` ", "no query"]),
+    ] {
+        let head = format!("{method} {path}?{query} HTTP/1.1\r\nHost: x\r\n");
+        let body = r#"{"weight":0}"#;
+        let request = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
+        client.raw(request.as_bytes()).await;
+        let reply = client.reply().await;
+        let told = (reply.status, reply.error_code());
+        assert_eq!(
+            told,
+            (400, "invalid_query".to_owned()),
+            "{method} {path}?{query}"
+        );
+        let message = reply.json()["error"]["message"].to_string();
+        for part in parts {
+            assert!(message.contains(part), "{part} in {message}");
+        }
+    }
+    let worker = &list(&proxy).await[1];
+    assert_eq!(
+        (&worker["standing"], &worker["weight"]),
+        (&json!("serving"), &json!(1))
+    );
+    // As true.
+    client.delete("/v1/workers/decode-0?force=1&wait_s=0").await;
+    let reply = client.reply().await;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+}
