@@ -3,10 +3,14 @@
 Mock workers answer; `hetero-kv-proxy bench` sends and reads the processor time of each proxy's own
 processes. All proxies run at once, and each round measures every case on every proxy in an order
 of its own. Proxies share one processor, workers and load the others. nginx passes one leg on;
-nginx with a script in Lua, vllm-router and ours send both. A ratio is of two windows of one round,
-and the figure is the median over rounds. Proxies that this host cannot have are left out, with the
-reason. A proxy with many streams holds two descriptors for each: the limit of open files is raised
-as far as this host lets it be, and a case that needs more is made smaller and says so.
+nginx with a script in Lua, vllm-router and ours send both. So does `floor`
+(`rust/hetero-kv-proxy/benches/floor.rs`), which passes messages on and does nothing else: what it
+takes is the kernel's, and no proxy of both legs takes less. It can hand nothing over, so both its
+legs go to workers that do not ask for it, with the client's body as it is and answers without
+params. A ratio is of two windows of one round, and the figure is the median over rounds. Proxies
+that this host cannot have are left out, with the reason. A proxy with many streams holds two
+descriptors for each: the limit of open files is raised as far as this host lets it be, and a case
+that needs more is made smaller and says so.
 
 Exit status 0 when every bar that could be judged holds, 1 when one does not, 2 when nothing could
 be measured.
@@ -49,6 +53,7 @@ MANY_FLAGS = ("--requests-max", "16384", "--pool-idle-max", "64")
 # How long memory is given to go back to the system, and how much of a peak may stay.
 REST_S = 12.0
 OURS, NGINX, LUA, ROUTER, DIRECT = "ours", "nginx one leg", "nginx+Lua", "vllm-router", "direct"
+FLOOR = "floor"
 BY_HAND = ("smg", "sglang-router")
 WINDOW_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 30
@@ -66,6 +71,7 @@ class Case:
     # Ours divided by that proxy's: at most (at least, where direct is compared) this.
     bars: dict[str, float]
     with_direct: bool = False
+    with_floor: bool = False
     # Ours less that proxy's, in the figure's unit: at most this.
     added: dict[str, float] = dataclasses.field(default_factory=dict)
     # Largest resident memory of our own process, in MiB.
@@ -94,8 +100,18 @@ def cases(window_s: float, open_files: int) -> list[Case]:
     bars = {ROUTER: 0.33, LUA: 1.0}
     many = min(MANY_STREAMS, (open_files - SPARE_FILES) // 2)
     return [
-        Case("small, 32 at once", 0, ["--concurrency", "32", *small], "request", "µs/req", bars),
-        Case("small, 128 at once", 0, ["--concurrency", "128", *small], "request", "µs/req", bars),
+        *(
+            Case(
+                f"small, {count} at once",
+                0,
+                ["--concurrency", f"{count}", *small],
+                "request",
+                "µs/req",
+                bars,
+                with_floor=True,
+            )
+            for count in (32, 128)
+        ),
         Case(
             "36 KB body, 32 at once",
             0,
@@ -103,6 +119,7 @@ def cases(window_s: float, open_files: int) -> list[Case]:
             "request",
             "µs/req",
             {ROUTER: 0.3, LUA: 1.0},
+            with_floor=True,
         ),
         Case(
             "chunk, no delay, 32 streams",
@@ -221,6 +238,7 @@ def proxies_before(
         NGINX: lambda: proxies.nginx_one_leg(behind, folder, cpus),
         LUA: lambda: proxies.nginx_lua(behind, folder, cpus, arguments.lua_root),
         ROUTER: lambda: proxies.vllm_router(behind, folder, cpus),
+        FLOOR: lambda: proxies.floor(behind, folder, cpus),
     }
     if arguments.no_vllm_router:
         del makers[ROUTER]
@@ -267,6 +285,8 @@ def measure(
         for case, proxy in turns:
             if proxy.name == DIRECT and not case.with_direct:
                 continue
+            if proxy.name == FLOOR and not case.with_floor:
+                continue
             if case.only and proxy.name not in case.only:
                 continue
             result = window(binary, proxy, case.flags, cpus)
@@ -287,7 +307,7 @@ def shown(values: Sequence[float | None], form: str) -> str:
 def report(chosen: Sequence[Case], results: Results) -> bool:
     """Prints the tables; whether each bar holds that could be judged."""
     holds = True
-    names = [OURS, NGINX, LUA, ROUTER, *BY_HAND, DIRECT]
+    names = [OURS, FLOOR, NGINX, LUA, ROUTER, *BY_HAND, DIRECT]
     present = [name for name in names if any(key[1] == name for key in results)]
     print("| case | " + " | ".join(present) + " |")
     print("|---|" + "---|" * len(present))
@@ -308,7 +328,7 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
     print("|---|---|---|---|---|")
     for case in chosen:
         ours = results.get((case.name, OURS), [])
-        for name in (NGINX, LUA, ROUTER, *BY_HAND, DIRECT):
+        for name in (FLOOR, NGINX, LUA, ROUTER, *BY_HAND, DIRECT):
             theirs = results.get((case.name, name), [])
             pairs = [(figure(case, a), figure(case, b)) for a, b in zip(ours, theirs, strict=False)]
             ratios = [a / b for a, b in pairs if a is not None and b]
@@ -327,6 +347,7 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
                 f"| {case.name} | {name} | {shown(ratios, '.2f')} | "
                 f"{'-' if bar is None else bar} | {verdict} |"
             )
+    report_floor(chosen, results)
     holds &= report_added(chosen, results)
     holds &= report_memory(chosen, results)
     print()
@@ -345,6 +366,20 @@ def report(chosen: Sequence[Case], results: Results) -> bool:
         if peaks:
             print(f"{name}: largest resident memory {max(peaks):.0f} MiB")
     return holds
+
+
+def report_floor(chosen: Sequence[Case], results: Results) -> None:
+    """Prints the floor as a part of the others: what a bar cannot be below."""
+    for case in chosen:
+        floor = results.get((case.name, FLOOR), [])
+        for name in (LUA, ROUTER):
+            others = results.get((case.name, name), [])
+            pairs = [
+                (figure(case, a), figure(case, b)) for a, b in zip(floor, others, strict=False)
+            ]
+            ratios = [a / b for a, b in pairs if a is not None and b]
+            if ratios:
+                print(f"| {case.name} | floor / {name} | {shown(ratios, '.2f')} | - | shown |")
 
 
 def report_added(chosen: Sequence[Case], results: Results) -> bool:
@@ -430,6 +465,8 @@ def main(argv: list[str] | None = None) -> int:
             own = folder / str(pace)
             own.mkdir()
             names = {OURS, NGINX, LUA, ROUTER}
+            if any(case.with_floor and case.pace_ms == pace for case in chosen):
+                names.add(FLOOR)
             wanted: set[str] = set()
             for case in chosen:
                 if case.pace_ms == pace:

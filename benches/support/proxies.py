@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from hetero_kv.demo.processes import GuardedProcess
 
 START_TIMEOUT_S = 60.0
 WORKERS_EACH = 2
+ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_MODULES = Path("/usr/lib/nginx/modules")
 LUA_PACKAGES = (
     "libnginx-mod-http-lua libnginx-mod-http-ndk libluajit-5.1-2 libpcre3 lua-resty-core "
@@ -248,6 +250,31 @@ def nginx_lua(behind: Workers, folder: Path, cpus: set[int] | None, lua_root: Pa
         folders = [*lua_root.glob("usr/lib/*-linux-gnu"), *lua_root.glob("lib/*-linux-gnu")]
         env["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, folders))
     return served("nginx+Lua", command, port, folder, env)
+
+
+def floor_executable() -> str:
+    """Builds the forwarder of `rust/hetero-kv-proxy/benches/floor.rs`; returns where it lies."""
+    command = ["cargo", "bench", "--locked", "--no-run", "--message-format=json"]
+    command += ["-p", "hetero-kv-proxy", "--bench", "floor"]
+    try:
+        built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    except FileNotFoundError as error:
+        raise MissingError("no cargo on the path: it builds the floor") from error
+    except subprocess.CalledProcessError as error:
+        raise MissingError(f"cargo bench ended with status {error.returncode}") from error
+    messages = map(json.loads, built.stdout.splitlines())
+    found = [message["executable"] for message in messages if message.get("executable")]
+    if len(found) != 1:
+        raise MissingError(f"cargo bench built {found}, not one executable")
+    return str(found[0])
+
+
+def floor(behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
+    """Two legs and nothing else. It hands nothing over, so that both are to plain workers."""
+    port = free_port()
+    plain = ",".join(url.removeprefix("http://") for url in behind.plain)
+    command = [floor_executable(), "--listen", f"{HOST}:{port}", "--leg", plain, "--leg", plain]
+    return served("floor", pinned(cpus, command), port, folder, {})
 
 
 def vllm_router(behind: Workers, folder: Path, cpus: set[int] | None) -> Proxy:
