@@ -4,11 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::bootstrap::Bootstrap;
 use crate::config::Worker;
 use crate::connectors::PeerSpec;
+use crate::lines::Lines;
 use crate::meters::Meters;
 use crate::routing::{InstanceIndex, Role, Trust};
 use crate::sync::lock;
@@ -39,6 +41,18 @@ impl Leave {
         }
     }
 }
+
+/// What lines of the log about an instance are about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Subject {
+    /// Its state, which legs and probes of an engine that serves every other one change at any rate.
+    State,
+    /// Its bootstrap server, which each leg may find away.
+    Bootstrap,
+}
+
+/// Lines in a minute about each subject of an instance.
+const LINES_MAX: u32 = 20;
 
 /// Where an instance comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,6 +103,7 @@ pub struct Instance {
     /// What its connector says of itself.
     facts: Mutex<Facts>,
     weight: Mutex<WorkerWeights>,
+    lines: Mutex<Lines<Subject>>,
     ttl_ms: AtomicU64,
     heard_ms: AtomicU64,
     leave: Mutex<Option<Leave>>,
@@ -122,6 +137,7 @@ impl Instance {
                 told: worker.weight,
                 set: None,
             }),
+            lines: Mutex::new(Lines::new(LINES_MAX)),
             worker,
             bootstrap,
             meters: Meters::default(),
@@ -223,5 +239,11 @@ impl Instance {
 
     pub(crate) fn set_leave(&self, leave: Option<Leave>) {
         *lock(&self.leave) = leave;
+    }
+
+    /// How many lines about `subject` were left out since its last one, where one is due; `None`
+    /// where this one is left out too.
+    pub(crate) fn line_about(&self, subject: Subject) -> Option<u64> {
+        lock(&self.lines).due(subject, Instant::now())
     }
 }

@@ -27,6 +27,7 @@ pub mod histogram;
 pub mod instance;
 pub mod lease;
 mod legs;
+mod lines;
 mod listener;
 pub mod meters;
 pub mod metrics;

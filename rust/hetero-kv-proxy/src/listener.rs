@@ -8,7 +8,10 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{Semaphore, watch};
+use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
+
+use crate::lines::Lines;
 
 /// Connections that the kernel holds for us; a burst of as many connects is not refused. The
 /// system's `somaxconn` may be lower and then counts.
@@ -16,6 +19,8 @@ const BACKLOG: u32 = 4_096;
 /// Pause after a failed accept, such as one for want of descriptors, which ends when a connection
 /// closes.
 const FAILED_PAUSE: Duration = Duration::from_millis(50);
+/// Lines about each kind of failure in a minute: the want of descriptors may last.
+const FAILED_LINES_MAX: u32 = 1;
 
 /// Binds the first address of `host` that can be bound.
 ///
@@ -56,11 +61,12 @@ pub(crate) struct Acceptor {
 
 impl Acceptor {
     /// Accepts until `stop` turns true, then closes the listener. What `serve` makes of a
-    /// connection runs to its own end, whatever `stop` says; see [`until_stopped`].
+    /// connection runs to its own end, whatever `stop` says; see [`until_stopped`]. `failed` hears
+    /// of a failed accept and of how many of its kind it was not told, once a minute.
     pub(crate) async fn run<Served>(
         self,
         serve: impl Fn(TcpStream, SocketAddr) -> Served,
-        failed: impl Fn(&io::Error),
+        failed: impl Fn(&io::Error, u64),
     ) where
         Served: Future<Output = ()> + Send + 'static,
     {
@@ -70,6 +76,7 @@ impl Acceptor {
             tasks,
             mut stop,
         } = self;
+        let mut lines = Lines::new(FAILED_LINES_MAX);
         loop {
             let accept = async {
                 // The semaphore is never closed.
@@ -89,7 +96,9 @@ impl Acceptor {
                     });
                 }
                 Some((Err(error), _)) => {
-                    failed(&error);
+                    if let Some(untold) = lines.due(error.raw_os_error(), Instant::now()) {
+                        failed(&error, untold);
+                    }
                     tokio::time::sleep(FAILED_PAUSE).await;
                 }
                 None => return,
@@ -98,9 +107,9 @@ impl Acceptor {
     }
 }
 
-/// Logs an accept that failed.
-pub(crate) fn log_failure(error: &io::Error) {
-    tracing::warn!(%error, "accept failed");
+/// Logs an accept that failed, and how many were not logged.
+pub(crate) fn log_failure(error: &io::Error, unlogged: u64) {
+    tracing::warn!(%error, unlogged, "accept failed; connections wait");
 }
 
 /// Serves a connection until it ends or `stop` turns true, where it may be cut at any point.

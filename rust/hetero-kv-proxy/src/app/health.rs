@@ -1,7 +1,7 @@
 //! What probes and legs tell of an engine, and what becomes of its state by it.
 
 use super::App;
-use crate::instance::Instance;
+use crate::instance::{Instance, Subject};
 use crate::metrics::RoleLabels;
 use crate::routing::{HealthState, LegFault, Pool};
 
@@ -74,6 +74,9 @@ impl App {
             let labels = RoleLabels { role };
             self.metrics.breaker_opens.get_or_create(&labels).inc();
         }
+        let Some(unlogged) = instance.line_about(Subject::State) else {
+            return;
+        };
         let (before, after_name) = (before.name(), after.name());
         match after {
             HealthState::Healthy | HealthState::Unknown | HealthState::HalfOpen => {
@@ -83,6 +86,7 @@ impl App {
                     before,
                     after = after_name,
                     reason,
+                    unlogged,
                     "engine state"
                 );
             }
@@ -93,6 +97,7 @@ impl App {
                     before,
                     after = after_name,
                     reason,
+                    unlogged,
                     "engine state"
                 );
             }

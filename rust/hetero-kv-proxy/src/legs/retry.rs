@@ -7,6 +7,7 @@ use http::StatusCode;
 use super::failure::given_up;
 use super::{Call, Failure, Unreadable, malformed, rarely, read_answer};
 use crate::app::App;
+use crate::instance::Subject;
 use crate::lease::SlotLease;
 use crate::metrics::RoleLabels;
 use crate::openai::error::ApiError;
@@ -48,10 +49,12 @@ pub(crate) fn after_failure(
             (failure, LegFault::Failed, "malformed", "malformed")
         }
         SendError::Bootstrap(reason) => {
-            let bootstrap = &*instance.worker.peer.bootstrap;
-            let message = "Mooncake's bootstrap server does not tell the engine id; its address is \
-                           the worker's `bootstrap`";
-            tracing::warn!(url, bootstrap, reason, message);
+            if let Some(unlogged) = instance.line_about(Subject::Bootstrap) {
+                let bootstrap = &*instance.worker.peer.bootstrap;
+                let message = "Mooncake's bootstrap server does not tell the engine id; its address \
+                               is the worker's `bootstrap`";
+                tracing::warn!(url, bootstrap, reason, unlogged, message);
+            }
             let fault = LegFault::Failed;
             (LegFailure::Connect, fault, "bootstrap", "bootstrap")
         }

@@ -43,7 +43,7 @@ async fn greeting(connections: usize, cut: bool) -> Running {
                 }
             }
         };
-        acceptor.run(greet, |error| panic!("{error}")).await;
+        acceptor.run(greet, |error, _| panic!("{error}")).await;
     });
     Running {
         address,

@@ -104,7 +104,7 @@ impl Mock {
                     let served = serve::connection(Arc::clone(&worker), stream);
                     until_stopped(stopped.clone(), served)
                 },
-                |error| {
+                |error, _untold| {
                     tell::line(format_args!("hetero-kv-proxy mock: accept failed: {error}"));
                 },
             ));

@@ -2,11 +2,10 @@
 //! ROUTER, which never answers. What they say goes the way of a registration over HTTP.
 
 mod frame;
-mod lines;
 mod zmtp;
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -15,13 +14,13 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use self::frame::{Announced, announced};
-use self::lines::Lines;
 use self::zmtp::{Fault, Limits, Peer};
 use super::body::{Told, refused};
 use super::{Facts, change};
 use crate::app::App;
 use crate::config::{Worker, WorkerFault, assemble_worker};
 use crate::connectors::Connector;
+use crate::lines::Lines;
 use crate::listener::{self, Acceptor, until_stopped};
 use crate::metrics::OutcomeLabels;
 use crate::openai::error::ApiError;
@@ -36,6 +35,8 @@ const FRAMES_MAX: usize = 2;
 const WITHIN: Duration = Duration::from_secs(10);
 /// Senders whose last refusal is remembered, so that each is logged once and not every 3 s.
 const REFUSALS_MAX: usize = 1_024;
+/// Lines of one address in a minute: the workers of a host may each have a reason of their own.
+const LINES_MAX: u32 = 8;
 
 /// The name of a listening socket's use in logs.
 struct Desk {
@@ -44,7 +45,7 @@ struct Desk {
     /// The last refusal of each sender.
     refusals: Mutex<HashMap<String, String>>,
     /// Lines that peers may still cause.
-    lines: Mutex<Lines>,
+    lines: Mutex<Lines<IpAddr>>,
 }
 
 /// Why a frame registers nobody.
@@ -66,7 +67,7 @@ pub(crate) async fn run(app: Arc<App>, listener: TcpListener, ttl: Duration) {
         app,
         ttl,
         refusals: Mutex::default(),
-        lines: Mutex::default(),
+        lines: Mutex::new(Lines::new(LINES_MAX)),
     });
     let serve = |stream, from: SocketAddr| {
         let (desk, stop) = (Arc::clone(&desk), stop.clone());
