@@ -21,6 +21,7 @@ pub mod error;
 mod fence;
 pub mod keys;
 pub mod lease_page;
+mod lines;
 pub mod memory;
 pub mod mori;
 pub mod net;

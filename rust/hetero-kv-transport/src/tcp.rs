@@ -9,6 +9,7 @@
 pub(crate) mod attach;
 mod connection;
 mod framing;
+mod places;
 mod prove;
 mod serve;
 mod server;

@@ -1,6 +1,7 @@
 //! One control connection: bytes in, frames out, never blocking.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 
 use hetero_kv_core::time::Time;
@@ -8,7 +9,7 @@ use hetero_kv_core::wire::message::{Message, MessageError};
 use hetero_kv_core::wire::{FRAME_BYTES_MAX, FrameDecoder};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{RecvFlags, SendFlags, getpeername, recv, send};
 
 /// All that a peer may send before it is accepted: a hello, a proof, and nothing long.
 const STRANGER_BYTES_MAX: usize = 64 << 10;
@@ -44,6 +45,8 @@ pub(super) enum Broken {
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) stream: OwnedFd,
+    /// Who dialled us, where that can be told.
+    pub(super) from: Option<IpAddr>,
     decoder: FrameDecoder,
     out: Vec<u8>,
     sent: usize,
@@ -66,6 +69,7 @@ impl Connection {
     pub(super) fn dialled(stream: OwnedFd) -> Self {
         Self {
             stream,
+            from: None,
             decoder: FrameDecoder::new(),
             out: Vec::new(),
             sent: 0,
@@ -77,7 +81,10 @@ impl Connection {
 
     /// From whoever dialled us.
     pub(super) fn from_stranger(stream: OwnedFd, now: Time) -> Self {
+        let from = getpeername(&stream).ok().flatten();
+        let from = from.and_then(|from| SocketAddr::try_from(from).ok());
         let mut connection = Self::dialled(stream);
+        connection.from = from.map(|from| from.ip());
         connection.decoder.set_limit(STRANGER_BYTES_MAX);
         connection.stranger = Some(Stranger {
             since: now,

@@ -1,6 +1,7 @@
 //! The control thread's loop: sockets, timers and the machines' outputs, one turn after another.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use super::standstill::{SLEEP_MAX, Steps};
 use super::{ControlLimits, SharedDesk, dial};
 use crate::clock;
 use crate::keys;
+use crate::lines::{Cause, Lines};
 use crate::waker::Waker;
 
 /// Silence of a consumer after which the kernel asks whether its host is still there; some nine
@@ -48,6 +50,8 @@ pub(super) struct Loop {
     next_dial: DialNumber,
     pub(super) dialed: Sender<DialResult>,
     dial_results: Receiver<DialResult>,
+    /// Lines of the log that those who dial may still cause.
+    lines: Lines,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +82,7 @@ impl Loop {
             next_dial: 0,
             dialed,
             dial_results,
+            lines: Lines::default(),
         }
     }
 
@@ -188,7 +193,7 @@ impl Loop {
     fn perform(&mut self, now: Time, output: Output) {
         match output {
             Output::Producer(ProducerOutput::Send(id, message)) => {
-                warn_of_unauthenticated(&message);
+                self.warn_of_unauthenticated(id, &message);
                 self.push(now, Key::Inbound(id), &message);
             }
             Output::Producer(ProducerOutput::Close(id)) => {
@@ -288,17 +293,23 @@ impl Loop {
                 Err(Errno::AGAIN | Errno::CONNABORTED) => return,
                 Err(Errno::INTR) => continue,
                 Err(error) => {
-                    tracing::error!("control plane: accept: {}", io::Error::from(error));
+                    if let Some(unlogged) = self.lines.due(Cause::System, clock::now()) {
+                        let error = io::Error::from(error);
+                        tracing::error!(unlogged, "control plane: accept: {error}");
+                    }
                     // Out of descriptors: the listener stays ready, so pause instead of spinning.
                     thread::sleep(Duration::from_millis(100));
                     return;
                 }
             };
             if self.inbound.len() >= self.limits.inbound_max && !self.drop_oldest_stranger() {
-                tracing::warn!(
-                    "control plane: {} peers are connected, one more is closed",
-                    self.inbound.len()
-                );
+                if let Some(unlogged) = self.lines.due(Cause::Crowd, clock::now()) {
+                    tracing::warn!(
+                        unlogged,
+                        "control plane: {} peers are connected, one more is closed",
+                        self.inbound.len()
+                    );
+                }
                 continue;
             }
             // Claims are small and waited for.
@@ -310,7 +321,12 @@ impl Loop {
             let nonce = match keys::nonce() {
                 Ok(nonce) => nonce,
                 Err(error) => {
-                    tracing::error!("control plane: no random bytes for a peer: {error}");
+                    if let Some(unlogged) = self.lines.due(Cause::System, clock::now()) {
+                        tracing::error!(
+                            unlogged,
+                            "control plane: no random bytes for a peer: {error}"
+                        );
+                    }
                     continue;
                 }
             };
@@ -400,13 +416,18 @@ impl Loop {
     }
 
     fn close(&mut self, now: Time, key: Key, broken: &Broken) {
+        if let Key::Inbound(id) = key
+            && !matches!(broken, Broken::Closed)
+        {
+            self.warn_of(
+                id,
+                &format_args!("a consumer's connection is closed: {broken}"),
+            );
+        }
         self.forget(key);
         let mut desk = self.desk.lock();
         match key {
             Key::Inbound(id) => {
-                if !matches!(broken, Broken::Closed) {
-                    tracing::warn!("control plane: a consumer's connection is closed: {broken}");
-                }
                 if let Some(producer) = desk.producer.as_mut() {
                     producer.handle_closed(id);
                 }
@@ -433,6 +454,27 @@ impl Loop {
         };
     }
 
+    /// The consumer's log has it as well; but where its key is wrong, somebody here should know.
+    fn warn_of_unauthenticated(&mut self, id: ConnectionId, message: &Message) {
+        if let Message::Reject(reject) = message
+            && reject.code == RejectCode::Unauthenticated
+        {
+            self.warn_of(
+                id,
+                &format_args!("a consumer is refused: {}", reject.reason),
+            );
+        }
+    }
+
+    /// Warns of somebody who dialled us, unless enough was said about those at its address.
+    fn warn_of(&mut self, id: ConnectionId, what: &fmt::Arguments<'_>) {
+        let from = self.inbound.get(&id).and_then(|known| known.from);
+        if let Some(unlogged) = self.lines.due(Cause::Peer(from), clock::now()) {
+            let from = from.map(tracing::field::display);
+            tracing::warn!(from, unlogged, "control plane: {what}");
+        }
+    }
+
     /// Peers that hear a goodbye need not find out by a broken connection.
     fn say_goodbye(&mut self) {
         for connection in self.inbound.values_mut().chain(self.outbound.values_mut()) {
@@ -456,15 +498,6 @@ fn trace_acknowledgement(message: &Message) {
             transfer_id = %ack.transfer_id,
             ranks = ack.ranks.len(),
         );
-    }
-}
-
-/// The consumer's log has it as well; but where its key is wrong, somebody here should know.
-fn warn_of_unauthenticated(message: &Message) {
-    if let Message::Reject(reject) = message
-        && reject.code == RejectCode::Unauthenticated
-    {
-        tracing::warn!("control plane: a consumer is refused: {}", reject.reason);
     }
 }
 

@@ -1,3 +1,4 @@
+mod crowd;
 mod keys;
 
 use std::io::{ErrorKind, Read, Write};

@@ -19,25 +19,15 @@ use hetero_kv_core::wire::{FrameError, Kind, decode, encode};
 use rustix::event::PollFlags;
 
 use super::framing::{FrameReceiver, FrameSender, ReceiveError};
+use super::places::{Place, Terms};
 use super::prove::{self, Asked, Proven};
 use super::server::{HolderPlace, Shared};
 use super::socket;
 use crate::clock::{now, time_left};
 use crate::keys;
+use crate::lines::Cause;
 use crate::memory::{Span, SpanQueue};
 use crate::verbs::{self, holder::HolderEnds};
-
-/// How a connection is to be met.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Terms {
-    /// As it should be.
-    Serve,
-    /// There are enough already.
-    Refuse {
-        /// How many are served at once.
-        most: usize,
-    },
-}
 
 /// Why a connection is over.
 #[derive(Debug, thiserror::Error)]
@@ -63,25 +53,35 @@ impl From<FrameError> for End {
 }
 
 /// Serves one reader until it leaves. Nothing that it sends ends more than this connection.
-pub(super) fn serve(stream: &OwnedFd, peer: SocketAddr, terms: Terms, shared: &Shared) {
+pub(super) fn serve(stream: &OwnedFd, peer: SocketAddr, place: Place, shared: &Shared) {
     let mut connection = Serving {
         stream,
         shared,
+        place,
         receiver: FrameReceiver::default(),
         iovecs: Vec::new(),
     };
-    let Err(end) = connection.run(terms);
+    let Err(end) = connection.run();
+    let end = match connection.place.is_lost() {
+        true => End::Broken("others wait for the place of a reader that says nothing".into()),
+        false => end,
+    };
     let counters = &shared.counters;
+    let line_due = || shared.line_due(Cause::Peer(Some(peer.ip())));
     match &end {
         End::Closed => tracing::debug!(%peer, "reader left"),
         End::Lost(error) => tracing::info!(%peer, %error, "reader lost"),
         End::Refused(reason) => {
             counters.refused.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(%peer, reason, "reader refused");
+            if let Some(unlogged) = line_due() {
+                tracing::warn!(%peer, reason, unlogged, "reader refused");
+            }
         }
         End::Broken(reason) => {
             counters.broken.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(%peer, reason, "connection closed: not a reader of ours");
+            if let Some(unlogged) = line_due() {
+                tracing::warn!(%peer, reason, unlogged, "connection closed: not a reader of ours");
+            }
         }
     }
 }
@@ -92,12 +92,13 @@ enum Never {}
 struct Serving<'a> {
     stream: &'a OwnedFd,
     shared: &'a Shared,
+    place: Place,
     receiver: FrameReceiver,
     iovecs: Vec<libc::iovec>,
 }
 
 impl<'a> Serving<'a> {
-    fn run(&mut self, terms: Terms) -> Result<Never, End> {
+    fn run(&mut self) -> Result<Never, End> {
         let timeout = self.shared.options.frame_timeout;
         let until = now() + timeout;
         let (kind, payload) = self.receive(Some(timeout))?;
@@ -105,13 +106,16 @@ impl<'a> Serving<'a> {
             return Err(End::Broken(format!("{kind:?} came first")));
         }
         let attach: Attach = decode(kind, &payload)?;
-        if let Some(refused) = busy(terms) {
+        if let Some(refused) = busy(self.place.terms()) {
             return self.refuse(&refused);
         }
         let proven = self.authenticate(&attach, until)?;
         // Only now: who is here is no business of one without the key.
         if let Some(refused) = self.misplaced(&attach) {
             return self.refuse(&refused);
+        }
+        if !self.place.is_of_reader() {
+            return Err(End::Closed);
         }
         let regions = self.shared.memory.regions();
         let region_bytes: Vec<u64> = regions.iter().map(|region| region.bytes).collect();

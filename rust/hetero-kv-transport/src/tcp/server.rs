@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -14,16 +14,16 @@ use hetero_kv_core::plan::Owner;
 use hetero_kv_core::wire::card::TcpEndpoint;
 use rustix::event::PollFlags;
 
-use super::serve::{self, Terms};
+use super::places::Places;
+use super::serve;
 use super::socket;
+use crate::clock;
 use crate::lease_page::LeasePage;
+use crate::lines::{Cause, Lines};
 use crate::memory::LocalMemory;
 use crate::net::listen::{ListenAddress, ListenError, listen_on};
 use crate::verbs;
 use crate::waker::Waker;
-
-/// Connections above the limit that are still told so; more are closed without a word.
-const REFUSALS_MAX: usize = 32;
 
 /// Pause after the system had no descriptor or memory for a new connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -44,7 +44,8 @@ pub struct HolderPlace {
 pub struct ServerOptions {
     /// Where; announced to readers.
     pub address: ListenAddress,
-    /// Most readers served at once.
+    /// Most readers served at once. Beyond it the connection that has not been taken as a reader's
+    /// for the longest makes room for another.
     pub connections_max: usize,
     /// Longest time from connect to the reader's first frame, its proof included where keys are
     /// set, and for each begun frame to be complete.
@@ -128,7 +129,17 @@ pub(super) struct Shared {
     pub(super) stop: Waker,
     pub(super) counters: Counters,
     pub(super) options: ServerOptions,
-    open: AtomicUsize,
+    /// Lines of the log that peers may still cause.
+    lines: Mutex<Lines>,
+    places: Arc<Places>,
+}
+
+impl Shared {
+    /// How many lines of `cause` were left out since its last one, where one is due.
+    pub(super) fn line_due(&self, cause: Cause) -> Option<u64> {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.due(cause, clock::now())
+    }
 }
 
 /// The data listener of one rank. Dropping it ends every connection.
@@ -160,8 +171,9 @@ impl DataServer {
             place: RwLock::new(None),
             stop: Waker::new().map_err(ServeError::Start)?,
             counters: Counters::default(),
+            lines: Mutex::default(),
+            places: Places::new(options.connections_max),
             options,
-            open: AtomicUsize::new(0),
         });
         let thread = {
             let shared = Arc::clone(&shared);
@@ -197,7 +209,7 @@ impl DataServer {
         let counters = &self.shared.counters;
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         ServerStats {
-            connections: self.shared.open.load(Ordering::Relaxed),
+            connections: self.shared.places.open(),
             accepted: count(&counters.accepted),
             refused: count(&counters.refused),
             broken: count(&counters.broken),
@@ -257,8 +269,11 @@ fn listen(listener: &TcpListener, shared: &Arc<Shared>) {
         connections.retain(|connection| !connection.is_finished());
         match listener.accept() {
             Ok((stream, peer)) => {
-                if let Err(error) = take(stream.into(), peer, shared, &mut connections) {
-                    tracing::warn!(%peer, %error, "cannot serve a reader");
+                let taken = take(stream.into(), peer, shared, &mut connections);
+                if let Err(error) = taken
+                    && let Some(unlogged) = shared.line_due(Cause::Crowd)
+                {
+                    tracing::warn!(%peer, %error, unlogged, "cannot serve a reader");
                 }
             }
             Err(error)
@@ -269,7 +284,9 @@ fn listen(listener: &TcpListener, shared: &Arc<Shared>) {
                         | io::ErrorKind::ConnectionAborted
                 ) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a reader");
+                if let Some(unlogged) = shared.line_due(Cause::System) {
+                    tracing::warn!(%error, unlogged, "cannot accept a reader");
+                }
                 // The connection stays in the queue and the listener stays ready; without a pause
                 // this would spin until a descriptor is free.
                 thread::sleep(ACCEPT_PAUSE);
@@ -290,41 +307,18 @@ fn take(
     connections: &mut Vec<JoinHandle<()>>,
 ) -> io::Result<()> {
     shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
-    let most = shared.options.connections_max;
-    // Only this thread adds, so the count cannot pass the limit in between.
-    let open = shared.open.load(Ordering::Relaxed);
-    if open >= most + REFUSALS_MAX {
-        shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-        return Err(io::Error::other("far more readers than are served at once"));
-    }
-    let terms = if open >= most {
-        Terms::Refuse { most }
-    } else {
-        Terms::Serve
-    };
     rustix::io::ioctl_fionbio(&stream, true)?;
     socket::set_options(&stream)?;
-    let open = OpenGuard::new(Arc::clone(shared));
+    let stream = Arc::new(stream);
+    let Some(place) = shared.places.take(&stream) else {
+        shared.counters.refused.fetch_add(1, Ordering::Relaxed);
+        return Err(io::Error::other("far more readers than are served at once"));
+    };
+    let shared = Arc::clone(shared);
     connections.push(
         thread::Builder::new()
             .name("hkv-serve".into())
-            .spawn(move || serve::serve(&stream, peer, terms, &open.0))?,
+            .spawn(move || serve::serve(&stream, peer, place, &shared))?,
     );
     Ok(())
-}
-
-/// Counts a connection for as long as it is served.
-struct OpenGuard(Arc<Shared>);
-
-impl OpenGuard {
-    fn new(shared: Arc<Shared>) -> Self {
-        shared.open.fetch_add(1, Ordering::Relaxed);
-        Self(shared)
-    }
-}
-
-impl Drop for OpenGuard {
-    fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::Relaxed);
-    }
 }

@@ -2,6 +2,7 @@
 
 mod buffer;
 mod cancel;
+mod crowd;
 mod exact;
 mod faults;
 mod holder;

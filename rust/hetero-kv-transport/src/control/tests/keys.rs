@@ -5,15 +5,15 @@ use hetero_kv_core::wire::message::Proof;
 
 use super::*;
 
-const A: &str = "key-of-the-cluster-a";
+pub(super) const A: &str = "key-of-the-cluster-a";
 const B: &str = "key-of-the-cluster-b";
 
-fn keys(key: &str) -> Option<Keys> {
+pub(super) fn keys(key: &str) -> Option<Keys> {
     (!key.is_empty()).then(|| Keys::parse(key.as_bytes()).expect("keys"))
 }
 
 /// A greeting that asks for a challenge.
-fn keyed_hello() -> Hello {
+pub(super) fn keyed_hello() -> Hello {
     let Message::Hello(mut hello) = hello(7) else {
         panic!("a greeting")
     };
@@ -30,7 +30,7 @@ fn challenged(peer: &mut Scripted, hello: &Hello) -> Nonce {
     Nonce::parse(&challenge.nonce).expect("of the right length")
 }
 
-fn proof(hello: &Hello, listener: Nonce, key: &str) -> Message {
+pub(super) fn proof(hello: &Hello, listener: Nonce, key: &str) -> Message {
     let transcript = ControlTranscript {
         hello,
         dialer: Nonce([1; 32]),
