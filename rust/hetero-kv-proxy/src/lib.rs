@@ -53,6 +53,7 @@ pub mod tell;
 pub mod timeline;
 mod together;
 pub mod trace_context;
+mod transfer_coding;
 mod twins;
 pub mod upstream;
 pub mod workers;

@@ -4,7 +4,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use http::{HeaderValue, Method, Request, header};
+use http::{HeaderMap, HeaderValue, Method, Request, header};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
@@ -19,7 +19,7 @@ use crate::client_io::{ClientIo, HeadWatch};
 use crate::listener::{self, Acceptor};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
-use crate::{admin, completions, fanout, relay, running, workers};
+use crate::{admin, completions, fanout, relay, running, transfer_coding, workers};
 
 /// Aborts running requests, at the path of vLLM's own.
 const ABORT: &str = "/abort_requests";
@@ -96,12 +96,8 @@ async fn enter(
     watch: Arc<HeadWatch>,
     request: Request<Incoming>,
 ) -> Result<Answer, Never> {
-    if watch.has_two_lengths() {
-        let mut answer = answer::error(&ApiError::new(
-            400,
-            "two_lengths",
-            "a request has either Content-Length or Transfer-Encoding",
-        ));
+    if let Err(error) = framing(&watch, request.headers()) {
+        let mut answer = answer::error(&error);
         let close = HeaderValue::from_static("close");
         answer.headers_mut().insert(header::CONNECTION, close);
         return Ok(answer);
@@ -110,6 +106,15 @@ async fn enter(
         Door::Clients => route(app, watch, request).await,
         Door::Administrators => Ok(workers::serve(&app, request, &watch).await),
     }
+}
+
+/// Whether it is certain where the request ends, and what its body is.
+fn framing(watch: &HeadWatch, headers: &HeaderMap) -> Result<(), ApiError> {
+    if watch.has_two_lengths() {
+        let text = "a request has either Content-Length or Transfer-Encoding";
+        return Err(ApiError::new(400, "two_lengths", text));
+    }
+    transfer_coding::check(headers)
 }
 
 async fn route(

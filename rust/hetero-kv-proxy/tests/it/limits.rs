@@ -197,6 +197,80 @@ async fn two_lengths_in_either_order_are_400_and_close_the_connection() {
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
 }
 
+/// Only chunks are taken off a body: the rest of what was done to it would be read as JSON, and
+/// passed on.
+#[tokio::test]
+async fn a_body_that_is_coded_otherwise_than_chunked_is_501_and_closes_the_connection() {
+    let (p, d) = pair().await;
+    let settings = Settings {
+        admin_listen: Some("127.0.0.1:0".to_owned()),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    let chunked = format!("{:x}\r\n{PROMPT}\r\n0\r\n\r\n", PROMPT.len());
+    let admin = proxy.admin_address.expect("an admin listener");
+    for (lines, status, word) in [
+        ("Transfer-Encoding: gzip, chunked", 501, "gzip"),
+        ("transfer-encoding:GZIP ,Chunked", 501, "GZIP"),
+        (
+            "Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+            501,
+            "gzip",
+        ),
+        ("Transfer-Encoding: identity,\tchunked", 501, "identity"),
+        ("Transfer-Encoding: chunked, chunked", 400, "more than once"),
+        (
+            "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+            400,
+            "more than once",
+        ),
+    ] {
+        for (at, path) in [
+            (proxy.address, COMPLETIONS),
+            (proxy.address, "/v1/embeddings"),
+            (proxy.address, "/abort_requests"),
+            (admin, "/v1/workers"),
+        ] {
+            let mut client = Client::connect(at).await;
+            let head = format!("POST {path} HTTP/1.1\r\nHost: x\r\n{lines}\r\n\r\n");
+            client
+                .raw([head, chunked.clone()].concat().as_bytes())
+                .await;
+            let reply = client.reply().await;
+            let told = (reply.status, reply.error_code());
+            assert_eq!(
+                told,
+                (status, "transfer_coding".to_owned()),
+                "{path} {lines}"
+            );
+            assert!(reply.text().contains(word), "{}", reply.text());
+            assert!(client.head().await.is_none(), "the connection is closed");
+        }
+    }
+    // Where `chunked` is not the last of them nobody knows where the body ends.
+    for lines in [
+        "chunked, gzip",
+        "gzip",
+        "chunked\r\nTransfer-Encoding: gzip",
+    ] {
+        let mut client = Client::connect(proxy.address).await;
+        let head =
+            format!("POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: {lines}\r\n\r\n");
+        client
+            .raw([head, chunked.clone()].concat().as_bytes())
+            .await;
+        assert_eq!(client.head().await.expect("a head").status, 400, "{lines}");
+        while client.chunk().await.is_some() {}
+        assert!(client.head().await.is_none(), "the connection is closed");
+    }
+    assert_eq!((p.count(), d.count()), (0, 0));
+    let mut client = Client::connect(proxy.address).await;
+    let head =
+        format!("POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: Chunked\r\n\r\n");
+    client.raw([head, chunked].concat().as_bytes()).await;
+    assert_eq!(client.reply().await.status, 200);
+}
+
 #[tokio::test]
 async fn more_requests_than_may_run_get_429_and_the_others_are_served() {
     let (p, d) = pair().await;
