@@ -13,6 +13,7 @@ use crate::admission::Admission;
 use crate::answer::{self, Answer};
 use crate::auth::Gate;
 use crate::config::Config;
+use crate::handover::Settling;
 use crate::instance::Registration;
 use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
@@ -49,6 +50,8 @@ pub struct App {
     pub tasks: TaskTracker,
     /// Who may do what.
     pub(crate) gate: Gate,
+    /// Decode legs whose clients have left.
+    pub(crate) settling: Settling,
     /// Room for prefill legs whose clients have left.
     pub(crate) late_answers: LateAnswers,
     /// Where the proxy itself listens, each address with the setting that names it.
@@ -95,6 +98,7 @@ impl App {
             ),
             running: Requests::default(),
             tasks: TaskTracker::new(),
+            settling: Settling::default(),
             late_answers: LateAnswers::default(),
             listeners: OnceLock::new(),
             stop: watch::Sender::new(false),

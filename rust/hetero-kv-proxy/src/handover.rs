@@ -13,6 +13,8 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -28,6 +30,29 @@ use crate::upstream::{Answer, Written};
 
 /// Longest life of a leg without a client, whatever state it is in.
 const SETTLE_MAX: Duration = Duration::from_secs(30);
+
+/// Legs that live without a client. Each holds a connection and its request's body, and has left its
+/// place among those that run: without a bound, clients that leave early would have any number of
+/// them. As many may live as requests may run.
+#[derive(Debug, Default)]
+pub(crate) struct Settling(Arc<AtomicUsize>);
+
+/// One of them, until dropped.
+struct Settled(Arc<AtomicUsize>);
+
+impl Settling {
+    fn enter(&self, max: usize) -> Option<Settled> {
+        let more = |count| (count < max).then_some(count + 1);
+        let entered = self.0.fetch_update(Relaxed, Relaxed, more);
+        entered.ok().map(|_| Settled(Arc::clone(&self.0)))
+    }
+}
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
+}
 
 /// The head of a decode answer and the slot it came from.
 #[derive(Debug)]
@@ -145,11 +170,18 @@ pub fn settle_stream(app: &Arc<App>, mut decode: DecodeHead, written: Written) {
 }
 
 /// Runs `leg` until it ends, or the grace after its writing has passed; then drops it, which closes
-/// its connection.
+/// its connection. With too many of them it is dropped right away, and its blocks stay until their
+/// lease ends.
 fn settle(app: &Arc<App>, leg: impl Future<Output = ()> + Send + 'static, written: Written) {
-    let grace = app.config().handover_grace;
+    let config = app.config();
+    let Some(settled) = app.settling.enter(config.requests_max) else {
+        app.metrics.settles_refused.inc();
+        return;
+    };
+    let grace = config.handover_grace;
     app.metrics.settles.inc();
     let task = async move {
+        let _settled = settled;
         let ended = async {
             tokio::select! {
                 () = leg => {}

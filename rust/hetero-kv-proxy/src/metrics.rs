@@ -63,6 +63,8 @@ pub struct Metrics {
     pub client_disconnects: Family<PhaseLabels, Counter>,
     /// Decode legs that lived on in the background so that prefill's blocks are freed.
     pub settles: Counter,
+    /// Decode legs that were closed with their client, since as many lived on as may.
+    pub settles_refused: Counter,
     /// Legs that were sent again.
     pub retries: Family<RoleLabels, Counter>,
     /// Requests whose prompt decode computed without KV from prefill.
@@ -190,6 +192,10 @@ impl Default for Metrics {
             settles: all.metric(
                 "settles",
                 "Decode legs kept alive after their client left, to free prefill's blocks",
+            ),
+            settles_refused: all.metric(
+                "settles_refused",
+                "Decode legs closed with their client, since as many as may lived on without one",
             ),
             retries: all.metric("retries", "Legs sent again"),
             fallbacks: all.metric("fallbacks", "Requests computed on decode alone"),

@@ -246,3 +246,38 @@ async fn leaving_in_mid_body_sends_nothing() {
     let ended = requests(&proxy, 499).await + requests(&proxy, 400).await;
     assert_eq!(ended, 1.0);
 }
+
+/// Each leg that outlives its client holds a connection and a body, and no place among those that
+/// run: as many may be as requests may run.
+#[tokio::test]
+async fn legs_that_outlive_their_clients_are_bounded_and_those_beyond_are_counted() {
+    let blocks = Blocks::default();
+    let (p, d) = pair_on(&blocks).await;
+    d.always(Script::Silence);
+    let settings = Settings {
+        requests_max: Some(2),
+        handover_grace_ms: Some(20_000),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    for at in 0..4 {
+        let mut client = Client::connect(proxy.address).await;
+        client.post(COMPLETIONS, &[], PROMPT.as_bytes()).await;
+        until("the decode leg", || d.count() == at + 1).await;
+        drop(client);
+        while requests(&proxy, 499).await <= at as f64 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    assert_eq!(metric(&proxy, "settles_total").await, 2.0);
+    assert_eq!(metric(&proxy, "settles_refused_total").await, 2.0);
+    // Theirs are closed at once, and the blocks are known to be left; the others live on.
+    until("the end of two legs", || {
+        d.ended(2).is_some() && d.ended(3).is_some()
+    })
+    .await;
+    assert_eq!((d.ended(0), d.ended(1)), (None, None));
+    assert_eq!(metric_sum(&proxy, "in_flight").await, 2.0);
+    assert_eq!(metric_sum(&proxy, "transfers_left_total").await, 2.0);
+    assert_eq!(blocks.lock().expect("blocks").len(), 4);
+}
