@@ -17,9 +17,9 @@ use crate::config::Config;
 use crate::metrics::{Metrics, ReasonLabels};
 use crate::openai::error::ApiError;
 use crate::pairs;
-use crate::routing::{Line, NoSlot, Role, Wants};
+use crate::routing::{Bound, Lane, Line, NoSlot, Role, Turn, Wants};
 use crate::seats::{Seat, Seats};
-use crate::slots::{Slots, Want};
+use crate::slots::{Choice, Slots, Want};
 use crate::sync::lock;
 
 /// Time alone may make room, as when an engine that was kept out is tried again: how often the first
@@ -149,19 +149,16 @@ impl Admission {
                 .try_slots(want)
                 .map_err(|none| refusal(none, want).unwrap_or_else(full));
         }
-        let model = want.bound.model;
         let wants = Wants {
-            lane: model.and_then(|model| lock(&app.kinds).lane(model)),
+            lane: lane(app, want),
             ..want.wants()
         };
         let place = {
             let mut waiting = lock(&self.line);
             let number = ticket.number(&mut waiting.line);
-            if waiting.line.is_next(number, wants) {
-                match app.try_slots(want) {
-                    Ok(slots) => return Ok(slots),
-                    Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
-                }
+            match try_in_turn(app, want, &waiting.line.turn(number, wants)) {
+                Ok(slots) => return Ok(slots),
+                Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
             }
             let outside = self.outside.load(Ordering::Relaxed);
             if waiting.line.enter(number, wants, outside).is_err() {
@@ -184,14 +181,12 @@ impl Admission {
             // Room may have come between the look above and the place in the line.
             {
                 let waiting = lock(&self.line);
-                if waiting.line.is_next(place.number, wants) {
-                    match app.try_slots(want) {
-                        Ok(slots) => {
-                            served(&app.metrics, since);
-                            return Ok(slots);
-                        }
-                        Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
+                match try_in_turn(app, want, &waiting.line.turn(place.number, wants)) {
+                    Ok(slots) => {
+                        served(&app.metrics, since);
+                        return Ok(slots);
                     }
+                    Err(none) => refusal(none, want).map_or(Ok(()), Err)?,
                 }
             }
             tokio::select! {
@@ -210,6 +205,38 @@ impl Admission {
             lock(&self.line).ring();
         }
     }
+}
+
+/// The lane of a request: of its model, or else of the worker that it has or names.
+fn lane(app: &App, want: &Want<'_>) -> Option<Lane> {
+    if let Some(model) = want.bound.model {
+        return lock(&app.kinds).lane(model);
+    }
+    let (role, instance) = match (want.prefill, want.decode, want.partner) {
+        (Some(Choice::At(instance)), _, _) => (Role::Prefill, instance),
+        (_, Some(Choice::At(instance)), _) => (Role::Decode, instance),
+        (Some(Choice::Any { .. }), _, Some(partner)) => (Role::Decode, partner),
+        (None, _, Some(partner)) => (Role::Prefill, partner),
+        (_, _, None) => return None,
+    };
+    let kind = app.with_pool(role, |pool| pool.kind(instance))?;
+    lock(&app.kinds).lane_of(kind)
+}
+
+/// Takes slots as far as it is the request's turn.
+fn try_in_turn(app: &Arc<App>, want: &Want<'_>, turn: &Turn) -> Result<Slots, NoSlot> {
+    let lanes = match turn {
+        Turn::Waits => return Err(NoSlot::Full),
+        Turn::Next => return app.try_slots(want),
+        Turn::Beside(lanes) => lanes,
+    };
+    let barred = lock(&app.kinds).of_lanes(lanes);
+    let barred = Some(&barred);
+    let bound = Bound {
+        barred,
+        ..want.bound
+    };
+    app.try_slots(&Want { bound, ..*want })
 }
 
 impl Waiting {

@@ -145,6 +145,7 @@ impl Call {
             peer,
             draw: self.drawing.as_ref().map(Drawing::draw),
             only: None,
+            barred: None,
         }
     }
 

@@ -110,6 +110,9 @@ impl App {
             }
             (Some(_) | None, _, _) => None,
         };
+        if let (Some(kinds), Some(fit), Some(barred)) = (&kinds, &mut fit, want.bound.barred) {
+            fit.leave_barred(kinds, barred, want.prefill.is_some())?;
+        }
         // Prefill may find none; decode then has room.
         if let (Some(_), Some(choice), Some(side)) = (&prefill, want.decode, &mut decode) {
             match (&kinds, &mut fit) {

@@ -264,6 +264,17 @@ impl KindSet {
         }
     }
 
+    /// Those that are not in the other.
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        let rest = self.rest.iter().enumerate();
+        let theirs = |at: usize| other.rest.get(at).copied().unwrap_or(0);
+        Self {
+            first: self.first & !other.first,
+            rest: rest.map(|(at, own)| own & !theirs(at)).collect(),
+        }
+    }
+
     /// Its kinds, in order.
     pub fn iter(&self) -> impl Iterator<Item = KindId> + '_ {
         self.words().enumerate().flat_map(|(at, word)| {
@@ -393,6 +404,22 @@ impl Kinds {
         own.hash(&mut hasher);
         // Two that hash alike share a lane, which is only slower.
         Some(Lane(hasher.finish()))
+    }
+
+    /// The lane of workers of this kind, where they are of one.
+    pub fn lane_of(&self, kind: KindId) -> Option<Lane> {
+        let told = self.0.get(kind.0)?.traits.get(Field::Model)?;
+        self.lane(told.split('|').next()?)
+    }
+
+    /// The kinds whose workers are of these lanes.
+    pub fn of_lanes(&self, lanes: &[Lane]) -> KindSet {
+        let all = (0..self.0.len()).map(KindId);
+        let is_of = |kind: &KindId| {
+            self.lane_of(*kind)
+                .is_some_and(|lane| lanes.contains(&lane))
+        };
+        all.filter(is_of).collect()
     }
 
     /// Those of `decodes` that go with a prefill worker that tells `prefill`, which may have gone.

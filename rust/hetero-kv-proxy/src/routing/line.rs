@@ -11,6 +11,17 @@ impl Lane {
     pub const NOBODYS: Self = Self(0);
 }
 
+/// Whether it is a request's turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Turn {
+    /// Somebody stands before it.
+    Waits,
+    /// Nobody does.
+    Next,
+    /// Those of these lanes do, for their own workers: it is next for any other worker.
+    Beside(Vec<Lane>),
+}
+
 /// Which roles a request wants a slot of, all at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wants {
@@ -18,12 +29,13 @@ pub struct Wants {
     pub prefill: bool,
     /// A decode slot.
     pub decode: bool,
-    /// Of which workers; without a lane it may be any, and all lanes are in its way.
+    /// Of which workers; without a lane it may be any, and it stands in all lanes at once.
     pub lane: Option<Lane>,
 }
 
 impl Wants {
     /// Whether both may want the same slot.
+    #[cfg(test)]
     fn meets(self, other: Self) -> bool {
         let apart = matches!((self.lane, other.lane), (Some(own), Some(other)) if own != other);
         !apart && self.any_of(other)
@@ -96,10 +108,27 @@ impl Line {
         self.waiting.is_empty()
     }
 
-    /// Whether nobody before `number` wants any of `wants`.
-    pub fn is_next(&self, number: u64, wants: Wants) -> bool {
-        let mut earlier = self.waiting.range(..number);
-        !earlier.any(|(_, known)| known.meets(wants))
+    /// Whether somebody before `number` wants any of `wants`. Who is of no lane is served by the
+    /// first lane in which nobody does: it stands in each at its number, neither behind a burst of
+    /// one model nor in front of what others ask for.
+    pub fn turn(&self, number: u64, wants: Wants) -> Turn {
+        let mut before = Vec::new();
+        for (_, known) in self.waiting.range(..number) {
+            if !known.any_of(wants) {
+                continue;
+            }
+            match (known.lane, wants.lane) {
+                (None, _) => return Turn::Waits,
+                (Some(lane), Some(own)) if lane == own => return Turn::Waits,
+                (Some(_), Some(_)) => {}
+                (Some(lane), None) if before.contains(&lane) => {}
+                (Some(lane), None) => before.push(lane),
+            }
+        }
+        match before.is_empty() {
+            true => Turn::Next,
+            false => Turn::Beside(before),
+        }
     }
 
     /// Takes a place. `others` wait elsewhere and count against the length. A lane has at most three
@@ -131,18 +160,18 @@ impl Line {
         self.waiting.remove(&number);
     }
 
-    /// Those whom nobody stands before: who may be served when room comes.
+    /// Those who do not wait for their turn: who may be served when room comes.
     pub fn heads(&self) -> Vec<u64> {
         let mut heads = Vec::new();
-        // By those in front: of no lane, of each, and of any.
-        let (mut common, mut all) = (Wants::NONE, Wants::NONE);
+        // By those in front: of no lane, and of each.
+        let mut common = Wants::NONE;
         let mut lanes: HashMap<Lane, Wants> = HashMap::new();
         for (number, wants) in &self.waiting {
             if common.prefill && common.decode {
                 break;
             }
             let in_front = match wants.lane {
-                None => all,
+                None => common,
                 Some(lane) => {
                     let own = lanes.entry(lane).or_insert(Wants::NONE);
                     let in_front = common.and(*own);
@@ -156,7 +185,6 @@ impl Line {
             if wants.lane.is_none() {
                 common = common.and(*wants);
             }
-            all = all.and(*wants);
         }
         heads
     }

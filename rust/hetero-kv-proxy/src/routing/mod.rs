@@ -26,7 +26,7 @@ pub use engine_load::EngineLoad;
 pub use flow::{AfterFailure, AfterPrefill, FailedLeg, Flow, FlowRules, LegFailure};
 pub use health::{Health, HealthRules, HealthState};
 pub use kind::{Field, KindId, KindSet, Kinds, LOOPBACK, NETWORK, Traits, Unlike};
-pub use line::{Full, Lane, Line, Wants};
+pub use line::{Full, Lane, Line, Turn, Wants};
 pub use pairing::{Bound, Draw, Fit};
 pub use registry::{
     Ask, InstanceSpec, InstanceView, NoSlot, Outlook, Picked, Pool, SlotId, Standing, Trust,

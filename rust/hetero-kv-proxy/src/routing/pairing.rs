@@ -13,6 +13,8 @@ pub struct Bound<'a> {
     pub draw: Option<Draw<'a>>,
     /// The kind of the prefill worker that the request names. Its revision is then that one's.
     pub only: Option<KindId>,
+    /// The kinds that it may not take, since others stand before it there.
+    pub barred: Option<&'a KindSet>,
 }
 
 /// The draw of one request.
@@ -139,6 +141,27 @@ impl Fit {
             drawn: Some(drawn),
             ..Self::default()
         })
+    }
+
+    /// Leaves those kinds that are not barred, for the roles of which a slot is wanted.
+    ///
+    /// # Errors
+    /// [`NoSlot::Full`] where none is left: who is barred waits.
+    pub fn leave_barred(
+        &mut self,
+        kinds: &Kinds,
+        barred: &KindSet,
+        prefill: bool,
+    ) -> Result<(), NoSlot> {
+        self.decode = self.decode.without(barred);
+        if prefill {
+            self.prefill = with_partner(kinds, &self.prefill.without(barred), &self.decode);
+        }
+        let left = if prefill { &self.prefill } else { &self.decode };
+        match left.is_empty() {
+            true => Err(NoSlot::Full),
+            false => Ok(()),
+        }
     }
 
     /// The kinds for the decode leg once a prefill worker of this kind was chosen.

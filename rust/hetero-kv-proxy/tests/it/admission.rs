@@ -1,5 +1,6 @@
 //! Limits of legs and requests, and the queue in front of them.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hetero_kv_proxy::cli::Settings;
@@ -323,4 +324,77 @@ async fn a_burst_of_one_model_leaves_the_others_their_workers_and_room_in_the_qu
         assert_eq!(reply.await.expect("a client").status, 200);
     }
     assert_eq!(waiting(&proxy), 3);
+}
+
+/// Who names no model, or is relayed, may be served by any worker: it waits neither for the burst of
+/// one model, nor do the others' requests wait for it.
+#[tokio::test]
+async fn a_request_without_a_model_stands_in_each_line_and_in_front_of_none() {
+    let blocks = Blocks::default();
+    let mut engines = Vec::new();
+    for _ in 0..2 {
+        let p = Engine::prefill(&blocks).await;
+        engines.push((p, Engine::decode(&blocks).await));
+    }
+    let named = |url: String, at: usize| format!("{url},model={}", ["a", "b"][at]);
+    let urls_of = |role: fn(&(Engine, Engine)) -> &Engine| {
+        let urls = engines.iter().map(role).map(Engine::url).enumerate();
+        urls.map(|(at, url)| named(url, at)).collect::<Vec<_>>()
+    };
+    let settings = Settings {
+        prefill_requests_max: Some(1),
+        decode_requests_max: Some(1),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls_of(|pair| &pair.0), &urls_of(|pair| &pair.1)).await;
+    let body = |model: &str| format!(r#"{{"model":"{model}","prompt":"hello","max_tokens":8}}"#);
+    let nameless = r#"{"prompt":"hello","max_tokens":8}"#;
+    // Both workers of the one model are taken for good, and another of its requests waits.
+    engines[0].0.always(Script::Silence);
+    let mut burst = Vec::new();
+    for at in 0..2 {
+        burst.push(send(&proxy, &body("a")).await);
+        until("it runs or waits", || {
+            engines[0].0.count() + waiting(&proxy) > at
+        })
+        .await;
+    }
+    assert_eq!(waiting(&proxy), 1);
+    let at_once = async |path: &str, body: &str| {
+        let start = Instant::now();
+        assert_eq!(post(&proxy, path, body).await.status, 200, "{path} {body}");
+        let took = start.elapsed();
+        assert!(took < Duration::from_secs(1), "{path} {body}: {took:?}");
+    };
+    for _ in 0..2 {
+        at_once(COMPLETIONS, nameless).await;
+        at_once("/tokenize", nameless).await;
+        at_once(COMPLETIONS, &body("b")).await;
+    }
+    assert_eq!(
+        engines[0].0.count(),
+        1,
+        "the burst's workers are not theirs"
+    );
+    // Where it has to wait, what came later for the worker that it waits for stands behind it.
+    let served = Arc::new(Mutex::new(Vec::new()));
+    engines[1].0.once(slow(400, Script::Prefill));
+    let before = engines[1].0.count();
+    let first = send(&proxy, &body("b")).await;
+    until("it runs", || engines[1].0.count() > before).await;
+    let mut waits = Vec::new();
+    for (at, text) in [nameless.to_owned(), body("b")].into_iter().enumerate() {
+        let (reply, served) = (send(&proxy, &text).await, Arc::clone(&served));
+        waits.push(tokio::spawn(async move {
+            assert_eq!(reply.await.expect("a client").status, 200);
+            served.lock().expect("served").push(at);
+        }));
+        until("it waits", || waiting(&proxy) == 2 + at).await;
+    }
+    assert_eq!(first.await.expect("a client").status, 200);
+    for wait in waits {
+        wait.await.expect("served");
+    }
+    assert_eq!(*served.lock().expect("served"), [0, 1]);
+    assert_eq!(waiting(&proxy), 1);
 }

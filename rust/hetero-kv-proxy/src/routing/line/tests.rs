@@ -50,6 +50,12 @@ fn a_request_that_began_earlier_keeps_its_number() {
     assert!(!line.is_next(late, DECODE));
 }
 
+impl Line {
+    fn is_next(&self, number: u64, wants: Wants) -> bool {
+        self.turn(number, wants) == Turn::Next
+    }
+}
+
 fn of(lane: u64, wants: Wants) -> Wants {
     Wants {
         lane: Some(Lane(lane)),
@@ -65,17 +71,21 @@ fn a_lane_stands_behind_its_own_and_behind_those_that_may_be_in_any() {
     line.enter(numbers[1], of(1, PREFILL), 0).expect("room");
     assert!(line.is_next(numbers[2], of(2, BOTH)));
     assert!(!line.is_next(numbers[2], of(1, DECODE)));
-    assert!(!line.is_next(numbers[2], DECODE));
+    assert_eq!(line.turn(numbers[2], DECODE), Turn::Beside(vec![Lane(1)]));
     line.enter(numbers[2], of(2, DECODE), 0).expect("room");
     assert_eq!(line.heads(), [numbers[0], numbers[2]]);
-    // Without a lane it wants what both want, and they what it wants.
+    // Without a lane it stands in both, and in front of all that come later.
     line.enter(numbers[3], DECODE, 0).expect("room");
     assert!(!line.is_next(numbers[4], of(3, DECODE)));
     assert!(line.is_next(numbers[4], of(3, PREFILL)));
+    let beside = Turn::Beside(vec![Lane(1), Lane(2)]);
+    assert_eq!(line.turn(numbers[3], DECODE), beside);
+    assert_eq!(line.turn(numbers[3], PREFILL), Turn::Beside(vec![Lane(1)]));
+    assert_eq!(line.turn(numbers[4], DECODE), Turn::Waits);
     line.enter(numbers[4], of(3, BOTH), 0).expect("room");
-    assert_eq!(line.heads(), [numbers[0], numbers[2]]);
+    assert_eq!(line.heads(), [numbers[0], numbers[2], numbers[3]]);
     line.leave(numbers[2]);
-    assert_eq!(line.heads(), [numbers[0]]);
+    assert_eq!(line.heads(), [numbers[0], numbers[3]]);
     line.leave(numbers[0]);
     assert_eq!(line.heads(), [numbers[1], numbers[3]]);
     line.leave(numbers[3]);
@@ -135,16 +145,19 @@ proptest! {
             }
             let number = heads[pick.index(heads.len())];
             let wants = by_number[&number];
-            prop_assert!(line.is_next(number, wants));
+            prop_assert!(line.turn(number, wants) != Turn::Waits);
             for (earlier, other) in &served {
-                prop_assert!(number > *earlier || !wants.meets(*other));
+                // Who was of any lane was served beside it.
+                let in_order = number > *earlier || !wants.meets(*other);
+                prop_assert!(in_order || other.lane.is_none());
             }
             served.push((number, wants));
             line.leave(number);
             // The heads are those for whom it is their turn, and no others.
             let heads = line.heads();
             for (number, wants) in &line.waiting {
-                prop_assert_eq!(heads.contains(number), line.is_next(*number, *wants));
+                let waits = line.turn(*number, *wants) == Turn::Waits;
+                prop_assert_eq!(heads.contains(number), !waits);
             }
         }
         prop_assert!(line.is_empty());
