@@ -1,5 +1,5 @@
-//! How many lines of the log strangers may cause: whoever reaches a port could fill it, and hide
-//! what somebody looks for.
+//! How many lines of the log strangers and standing faults may cause: whoever reaches a port could
+//! fill it, and hide what somebody looks for.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -26,6 +26,8 @@ pub(crate) enum Cause {
     System,
     /// Everybody together: there are too many.
     Crowd,
+    /// The one source that a session reads from, which each load may find away.
+    Source,
     /// Those who found no place of their own here.
     Others,
 }

@@ -23,6 +23,7 @@ use super::stats::PeerStats;
 use super::work::Piece;
 use crate::clock::{now, time_left, timespec};
 use crate::error::{ReadFailureKind, TransportError};
+use crate::lines::{Cause, Lines};
 use crate::transport::{Completion, Interrupt, ReadBatch, Source, TransportName, describe};
 use crate::waker::Waker;
 
@@ -180,6 +181,8 @@ pub(super) struct Session {
     lost: bool,
     /// Set while the connection is given up and may still write: nothing else is done with it.
     unquiet: Option<Unquiet>,
+    /// Lines of the log that the source may still cause.
+    lines: Lines,
     handle: Arc<SessionHandle>,
     shared: Arc<Shared>,
 }
@@ -195,6 +198,7 @@ impl Session {
             connecting_since: None,
             lost: false,
             unquiet: None,
+            lines: Lines::default(),
             handle,
             shared,
         }
@@ -486,7 +490,9 @@ impl Session {
             error.kind
         };
         let text = format!("{}: {error}", describe(&source.route));
-        tracing::warn!(%kind, text, "source not reached");
+        if let Some(unlogged) = self.lines.due(Cause::Source, now()) {
+            tracing::warn!(%kind, text, unlogged, "source not reached");
+        }
         for active in &self.pieces {
             active.piece.job.stop_at(&source.route, kind, text.clone());
         }
@@ -599,7 +605,9 @@ impl Session {
     /// connection may have been closed long ago, and a peer that is really gone refuses at once.
     fn connection_failed(&mut self, error: &TransportError) {
         let text = format!("{}: {error}", describe(&self.handle.route));
-        tracing::warn!(text, "connection lost");
+        if let Some(unlogged) = self.lines.due(Cause::Source, now()) {
+            tracing::warn!(text, unlogged, "connection lost");
+        }
         for active in &mut self.pieces {
             let piece = &mut active.piece;
             if !piece.posted() {

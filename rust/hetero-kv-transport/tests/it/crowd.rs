@@ -210,3 +210,20 @@ fn strangers_do_not_fill_the_log() {
     assert!(stats.refused + stats.broken >= 200, "{stats:?}");
     assert_eq!(warnings.load(Ordering::Relaxed), 8);
 }
+
+/// Each load asks a holder that has gone, and each is told why; the log is told now and then.
+#[test]
+fn a_holder_that_has_gone_does_not_fill_the_log() {
+    let warnings = Arc::new(AtomicUsize::new(0));
+    tracing::subscriber::set_global_default(Counting(Arc::clone(&warnings))).expect("the first");
+    let holder = holder("");
+    let source = Arc::clone(&holder.source);
+    drop(holder);
+    let buffers = [Buffer::new(4096, 0)];
+    let reader = reader_with(&buffers, TransportName::Tcp, |_| {});
+    for id in 0..40 {
+        reader.submit(job(id, &source, &RUN)).expect("taken");
+        wait_one(&reader).outcome.expect_err("nobody is there");
+    }
+    assert_eq!(warnings.load(Ordering::Relaxed), 8);
+}
