@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -93,11 +94,12 @@ def test_engines_without_the_same_key_are_refused_by_name(
 def test_keys_are_changed_one_engine_after_the_other(
     make_engine: MakeEngine, key_file: KeyFile
 ) -> None:
-    """Each step of the way from one key to another, with one engine ahead of the other."""
-    p_steps: list[tuple[str, ...]] = [(A,), (A, B), (B, A)]
-    for i, theirs in enumerate(p_steps):
+    """Each step of the way from one key to another, with either engine ahead of the other."""
+    steps: list[tuple[str, ...]] = [(A,), (A, B), (B, A), (B,)]
+    pairs = [*itertools.pairwise(steps), *itertools.pairwise(reversed(steps))]
+    for i, (theirs, ours) in enumerate(pairs):
         p = make_engine(f"p{i}", GQA, producer=True, settings=key_file(*theirs))
-        d = make_engine(f"d{i}", GQA, producer=False, settings=key_file(A, B))
+        d = make_engine(f"d{i}", GQA, producer=False, settings=key_file(*ours))
         load = d.loaded(d.decode(p.prefill(tokens(9, i))))
         assert load.ok, load.text
         d.check_bytes()
@@ -135,6 +137,7 @@ def test_a_file_without_usable_keys_is_a_fault_at_start(
 
 _ONE_PAIR = """
 import importlib
+import itertools
 import json
 import sys
 
