@@ -27,12 +27,22 @@ use crate::routing::{Flow, Role};
 use crate::slots::Slots;
 use crate::upstream::{Answer, SendError, Written};
 
-/// How long a leg without a client is listened to: what an answer takes from an engine's scheduler
-/// to here, and less than one engine step of a prompt that is worth an abort.
-const LATE_ANSWER: Duration = Duration::from_millis(50);
+/// Least time for which a leg without a client is listened to: what an answer takes from an engine's
+/// scheduler to here. Between processes that wait for a core it is a hundred times what it is on a
+/// host at rest.
+const LATE_ANSWER_MIN: Duration = Duration::from_millis(250);
+/// Longest such time: that for which a decode leg is kept by default so that a busy engine reads it.
+const LATE_ANSWER_MAX: Duration = Duration::from_secs(1);
 /// Most legs that are listened to at once; further ones are closed right away, and what they pinned
 /// ends with its lease. Each holds a connection and its request's body.
 const LATE_ANSWERS_MAX: usize = 1024;
+
+/// How long a leg is listened to that had run for `ran` when its client left: as long again. So an
+/// engine computes at most twice what it had when nobody waited any more, and one that is slow has
+/// more time to say what it keeps; what it keeps and cannot say stays pinned for a whole lease.
+fn late_answer(ran: Duration) -> Duration {
+    ran.clamp(LATE_ANSWER_MIN, LATE_ANSWER_MAX)
+}
 
 /// Room for legs whose clients have left.
 #[derive(Debug)]
@@ -190,9 +200,10 @@ impl Drop for InFlight {
             return;
         };
         // What the engine has not got, it cannot have prefilled.
-        if self.written.at().is_none() {
+        let Some(written) = self.written.at() else {
             return;
-        }
+        };
+        let within = late_answer(written.elapsed());
         let app = &self.call.app;
         let Ok(room) = Arc::clone(&app.late_answers.0).try_acquire_owned() else {
             return;
@@ -200,7 +211,7 @@ impl Drop for InFlight {
         let call = Arc::clone(&self.call);
         let late = async move {
             let _room = room;
-            let Ok((lease, Ok(answer))) = timeout(LATE_ANSWER, exchange).await else {
+            let Ok((lease, Ok(answer))) = timeout(within, exchange).await else {
                 return;
             };
             if !answer.head.status.is_success() {
@@ -221,3 +232,6 @@ impl Drop for InFlight {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -244,5 +244,5 @@ async fn the_deadline_holds_for_a_prefill_answer_that_never_waits() {
     let took = begun.elapsed();
     let told = (reply.status, reply.error_code());
     assert_eq!(told, (504, "deadline_exceeded".to_owned()));
-    assert!(took.as_secs_f64() < 2.0, "{took:?}");
+    assert!(took.as_secs_f64() < 5.0, "{took:?}");
 }
