@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,11 +26,13 @@ CONTROL = "control"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One line of the matrix. `transport` is the connector's setting on both sides."""
+    """One line of the matrix. `transport` is the connector's setting on both sides; where it is
+    `keyed`, all engines have one file of keys."""
 
     model: str
     topology: str
     transport: str = "auto"
+    keyed: bool = False
 
     @property
     def id(self) -> str:
@@ -39,7 +42,8 @@ class Case:
             + f"({side.dp},{side.tp}{f',pp{side.pp}' if side.pp > 1 else ''})"
             for side in (sides.prefill, sides.decode)
         ]
-        return f"{self.model}-{names[0]}->{names[1]}-{self.transport}"
+        keyed = "-keyed" if self.keyed else ""
+        return f"{self.model}-{names[0]}->{names[1]}-{self.transport}{keyed}"
 
     @property
     def expected_transport(self) -> str:
@@ -141,6 +145,9 @@ def run_case(case: Case, reference: Reference, logs: Path) -> Iterator[Cluster]:
     """The case's engines, ready and warm, behind a proxy."""
     topology = case.parsed()
     trace = logs / "trace.jsonl"
+    settings = {**demo.SHARED_CORES, "transport": case.transport}
+    if case.keyed:
+        settings["control_key_file"] = str(key_file(logs / "control.key"))
     specs = []
     for role, shape in (("prefill", topology.prefill), ("decode", topology.decode)):
         for index in range(shape.instances):
@@ -153,8 +160,7 @@ def run_case(case: Case, reference: Reference, logs: Path) -> Iterator[Cluster]:
                     tp=shape.tp,
                     pp=shape.pp,
                     kv_transfer_config=connector_config(
-                        "prefill" if role == "prefill" else "decode",
-                        {**demo.SHARED_CORES, "transport": case.transport},
+                        "prefill" if role == "prefill" else "decode", settings
                     ),
                     flags=demo.ANSWER_FLAGS,
                     env={demo.FAULT_ENV: f"{demo.FAULT_FLIP}:{CONTROL}"}
@@ -170,6 +176,14 @@ def run_case(case: Case, reference: Reference, logs: Path) -> Iterator[Cluster]:
         prefill, decode = engines[:count], engines[count:]
         with demo.proxy(prefill, decode, "proxy", logs) as port:
             yield Cluster(case, reference, prefill, decode, port, trace, ready_s)
+
+
+def key_file(path: Path) -> Path:
+    """A file with a key that no other has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32) + "\n", encoding="utf-8")
+    return path
 
 
 def short_prompts(reference: Reference, count: int, seed: int) -> list[int]:

@@ -31,6 +31,7 @@ def record(cluster: Cluster) -> dict[str, Any]:
         "model": cluster.case.model,
         "topology": cluster.case.topology,
         "transport_setting": cluster.case.transport,
+        "keyed": cluster.case.keyed,
         "transports": sorted(cluster.transports()),
         "source_engines": len(cluster.source_engines()),
         "ready_s": round(cluster.ready_s, 1),

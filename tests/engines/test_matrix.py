@@ -40,6 +40,7 @@ LARGE = (
     Case("mla", "dp=1,tp=2:dp=2,tp=1", "tcp"),
     Case("mla", "dp=1,tp=2:dp=2,tp=1", "process"),
     Case("mla-dense", "dp=1,tp=2:dp=2,tp=1"),
+    Case("gqa", "dp=1,tp=2:dp=2,tp=1", "tcp", keyed=True),
     Case("gqa", "dp=1,tp=1,pp=2:dp=1,tp=1"),
     Case("gqa", "dp=1,tp=1:dp=1,tp=1,pp=2"),
 )
