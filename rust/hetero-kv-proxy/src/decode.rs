@@ -16,6 +16,7 @@ use crate::openai::response::{self, Ended};
 use crate::openai::tokens::Tokens;
 use crate::openai::usage::Cached;
 use crate::prefill::{Prefilled, Transferring};
+use crate::release::release;
 use crate::routing::{AfterPrefill, Flow, InstanceIndex, LegFault, Role};
 use crate::slots::Slots;
 use crate::upstream;
@@ -155,7 +156,7 @@ pub(crate) async fn hand_over(
     let answered_us = app.now_us();
 
     let answer = response::read(&body);
-    let leg = |decode: Option<&SlotLease>| {
+    let leg_at = |decode: Option<&SlotLease>| {
         let transfer = Transfer {
             id: &transfer_id,
             prefill: Slot {
@@ -167,7 +168,7 @@ pub(crate) async fn hand_over(
         };
         connector.decode_leg(&transfer, Some(&answer))
     };
-    let mut first = leg(decode.as_ref());
+    let mut first = leg_at(decode.as_ref());
     let has_handle = first.is_some();
     let stopped = answer.ended == Ended::Stopped;
     match flow.prefill_answered(status.as_u16(), has_handle, stopped) {
@@ -219,10 +220,20 @@ pub(crate) async fn hand_over(
             lease.reads_from(&prefill_instance, Some(answered_us));
         }
         // The first is that of the slot taken before, or names none.
-        first.take().or_else(|| leg(Some(lease)))
+        first.take().or_else(|| leg_at(Some(lease)))
     };
     let with = has_handle.then_some(&*prefill_instance);
     let (answer, lease) = decode_leg(&call, &mut flow, taken, with, leg).await?;
+    let is_refused = has_handle && answer.head.status.is_client_error();
+    if is_refused && connector.refuses_second_read() {
+        // What decode reads by is prefill's to say, whichever engine it is.
+        let leg = leg_at(None);
+        release(&call, Arc::clone(&prefill_instance), kept, leg);
+        return Ok(DecodeHead {
+            source: Some(prefill_instance),
+            ..DecodeHead::alone(answer, lease)
+        });
+    }
     Ok(match has_handle {
         true => DecodeHead {
             kept: Some(kept),

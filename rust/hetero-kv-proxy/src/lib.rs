@@ -38,6 +38,7 @@ mod prefill;
 pub mod probe;
 mod random;
 pub mod relay;
+mod release;
 pub mod reload;
 pub(crate) mod revisions;
 pub mod routing;

@@ -85,15 +85,23 @@ async fn listen(address: &str, whom: Listen) -> anyhow::Result<TcpListener> {
     let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
     let bound = listener::bind(&host, port).await;
     bound.map_err(|error| {
-        let way_out = match error.kind() {
-            ErrorKind::AddrInUse => {
-                "; another process listens there, and takes the requests: end it \
-                                     or choose another port"
-            }
-            ErrorKind::AddrNotAvailable => "; it is no address of this host: 0.0.0.0 serves on all",
-            ErrorKind::PermissionDenied => "; ports below 1024 are for privileged processes",
-            _ => "",
-        };
+        let way_outs = [
+            (
+                ErrorKind::AddrInUse,
+                "; another process listens there, and takes the requests: end it or choose another \
+                 port",
+            ),
+            (
+                ErrorKind::AddrNotAvailable,
+                "; it is no address of this host: 0.0.0.0 serves on all",
+            ),
+            (
+                ErrorKind::PermissionDenied,
+                "; ports below 1024 are for privileged processes",
+            ),
+        ];
+        let known = way_outs.into_iter().find(|(kind, _)| *kind == error.kind());
+        let way_out = known.map_or("", |(_, text)| text);
         anyhow::anyhow!("{} {address}: {error}{way_out}", whom.setting())
     })
 }

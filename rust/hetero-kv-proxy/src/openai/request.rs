@@ -100,6 +100,13 @@ fn is_json_without_members(body: &[u8]) -> bool {
     text.is_ok_and(|text| serde_json::from_str::<IgnoredAny>(text).is_ok())
 }
 
+/// Whether a raw `temperature` is one that vLLM takes for greedy sampling (`_SAMPLING_EPS`).
+fn is_greedy(temperature: Option<&[u8]>) -> bool {
+    const SAMPLED_MIN: f64 = 1e-5;
+    let number = temperature.and_then(|raw| serde_json::from_slice::<f64>(raw).ok());
+    number.is_some_and(|number| (0.0..SAMPLED_MIN).contains(&number))
+}
+
 /// How many sequences one request makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sequences {
@@ -166,6 +173,11 @@ impl Request {
         let mut alone = None;
         let several_of = |count: Option<f64>| count.is_some_and(|count| count > 1.0);
         let mut several = beams || several_of(n) || several_of(best_of);
+        // vLLM refuses several sequences of greedy sampling, but for beams. Prefill computes one, and
+        // would pin blocks before decode says so.
+        if several && !beams && is_greedy(fields.get("temperature")?) {
+            alone = Some("greedy_sequences");
+        }
         // Logprobs of the prompt come from where it is computed; what prefill computed is thrown
         // away, and decode has no state of a prompt whose KV it read.
         if fields.get("prompt_logprobs")?.is_some() {

@@ -91,6 +91,8 @@ async fn a_failed_hand_over_is_counted_by_its_pair() {
     d.once(Script::Answer(400, "application/json", "{}"));
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 400);
     assert_eq!(metric(&proxy, &failures(&d)).await, 0.0);
+    // Its blocks are released by a further leg.
+    until("the release is there", || d.count() == 3).await;
     d.once(Script::Answer(500, "application/json", "{}"));
     assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 500);
     assert_eq!(metric(&proxy, &failures(&d)).await, 1.0);
