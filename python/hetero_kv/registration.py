@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hetero_kv.config import Settings, SettingsError
@@ -41,8 +42,15 @@ def registration(vllm_config: Any, settings: Settings, engine: Engine) -> dict[s
             "model": served_names(model)[0],
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+            **({"lease_ms": lease_ms(settings)} if engine.producer else {}),
         },
     }
+
+
+def lease_ms(settings: Settings) -> int:
+    """How long blocks stay that decode was not seen to take: the proxy waits for so long before it
+    says that the engine may be stopped."""
+    return math.ceil(settings["lease_s"] * 1e3 + settings["grace_ms"])
 
 
 def served_names(model: Any) -> list[str]:

@@ -94,7 +94,7 @@ def ids(port: int) -> list[str]:
 
 def test_an_engine_tells_what_it_is_and_says_goodbye(config_folder: Path) -> None:
     port = free_port()
-    given = settings(port, register_dp=4)
+    given = settings(port, register_dp=4, lease_s=2.5, grace_ms=200.4)
     with proxy(port):
         with engines(
             (config_folder, "kv_producer", {"settings": given, "engine_id": "p0"}),
@@ -110,6 +110,8 @@ def test_an_engine_tells_what_it_is_and_says_goodbye(config_folder: Path) -> Non
             assert (kv["connector"], kv["mode"], kv["engine_id"]) == ("hetero", "read", "p0")
             assert (kv["tp_size"], kv["dp_rank"], kv["block_size"]) == (1, 0, BLOCK_SIZE)
             assert kv["dtype"] == "float32"
+            # How long the proxy waits for blocks that decode was not seen to take.
+            assert kv["lease_ms"] == 2701
             # What the proxy pairs workers by.
             compat = one["compat"]
             assert one["told"] == {
@@ -143,6 +145,7 @@ def test_an_engine_with_mla_and_adapters_registers(
     adapters = {"settings": settings(port), "enable_lora": True}
     with proxy(port), engines((config_folder, "kv_consumer", adapters)):
         until("it is registered", lambda: ids(port) == ["decode-0"])
+        assert "lease_ms" not in workers(port)[0]["kv"]
         told = workers(port)[0]["told"]
         assert "kv_heads" not in told
         # A name of an adapter would be none of the model's.

@@ -80,7 +80,9 @@ impl App {
             self.blocks_read(instance);
             return;
         }
-        let until_ms = self.now_ms() + self.config().lease.as_millis() as u64;
+        let lease_ms = instance.facts().lease_ms();
+        let lease_ms = lease_ms.unwrap_or_else(|| self.config().lease.as_millis() as u64);
+        let until_ms = self.now_ms() + lease_ms;
         self.with_pool(instance.role, |pool| {
             pool.leave(instance.index, until_ms);
         });

@@ -15,6 +15,11 @@ const NAME_BYTES_MAX: usize = 64;
 /// A connector's own limit of a compatibility field.
 const VALUE_BYTES_MAX: usize = 4_096;
 
+/// The member of `kv` that the proxy goes by.
+const LEASE: &str = "lease_ms";
+/// A day, as of `--lease-s`.
+const LEASE_MS_MAX: u64 = 86_400_000;
+
 /// Of one worker; empty where it has told nothing.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Facts {
@@ -25,6 +30,11 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
+    /// How long it keeps blocks that decode was not seen to take, where it tells that.
+    pub(crate) fn lease_ms(&self) -> Option<u64> {
+        self.kv.as_ref()?.get(LEASE)?.as_u64()
+    }
+
     /// The name of its connector, where it tells one.
     pub(super) fn connector(&self) -> Option<&str> {
         self.kv.as_ref()?.get("connector")?.as_str()
@@ -71,6 +81,13 @@ pub(super) fn kv(value: Option<&Value>) -> Result<Option<Arc<Map<String, Value>>
             let message = format!(
                 "`kv.{name}` must be a text of up to {VALUE_BYTES_MAX} bytes, a whole number, or true \
                  or false"
+            );
+            return Err(fault("invalid_field", "kv", message));
+        }
+        if name == LEASE && value.as_u64().is_none_or(|lease| lease > LEASE_MS_MAX) {
+            let message = format!(
+                "`kv.{LEASE}` must be 0 to {LEASE_MS_MAX}, the milliseconds for which the engine keeps \
+                 blocks that decode does not take (its lease_s and grace_ms), not {value}"
             );
             return Err(fault("invalid_field", "kv", message));
         }

@@ -1,5 +1,6 @@
 //! Workers that register, are drained, removed, and change their role, while requests run.
 
+mod lease;
 mod leaving;
 mod refused;
 mod registration;
