@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::auth::cli::{self as sign, SignArgs};
 use crate::bench::cli::{self as bench, BenchArgs};
 use crate::mock::cli::{self as mock, MockArgs};
+use crate::timeline::cli::{self as trace, TraceArgs};
 
 const EXAMPLE: &str = "\
 Example: two prefill engines, one of them with 8 DP ranks, and one decode engine
@@ -49,6 +50,9 @@ pub enum Command {
     /// Sign one request for the admin listener of a proxy with --admin-key-file
     #[command(after_help = sign::EXAMPLE)]
     Sign(SignArgs),
+    /// Fetch the times of one request from the admin listener, as a Chrome trace
+    #[command(after_help = trace::EXAMPLE)]
+    Trace(TraceArgs),
     /// Measure a proxy or an engine: load, times, failures, its processor time
     #[command(after_help = bench::EXAMPLE)]
     Bench(Box<BenchArgs>),
@@ -249,7 +253,7 @@ settings! {
     /// That time at first; each failed trial doubles it, up to eight times this [default: 5]
     #[arg(value_name = "S")]
     breaker_open_s: u64, "HETERO_KV_PROXY_BREAKER_OPEN_S";
-    /// How long engines keep blocks that decode was not seen to take: their lease_s and grace_ms, rounded up. For so long such a transfer keeps its prefill worker from being removed or changing its role [default: 31]
+    /// How long engines that do not tell it (kv.lease_ms of their registration) keep blocks that decode was not seen to take: their lease_s and grace_ms, rounded up. For so long such a transfer keeps its prefill worker from being removed or changing its role [default: 31]
     #[arg(value_name = "S")]
     lease_s: u64, "HETERO_KV_PROXY_LEASE_S";
     /// On SIGTERM or SIGINT: time for running requests to end [default: 30]

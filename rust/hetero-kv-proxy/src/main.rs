@@ -34,6 +34,11 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
+        Command::Trace(args) => block_on(1, async {
+            hetero_kv_proxy::timeline::cli::run(args)
+                .await
+                .map(|()| true)
+        }),
         Command::Bench(args) => {
             let threads = args.threads;
             block_on(threads, hetero_kv_proxy::bench::run(*args))

@@ -1,5 +1,7 @@
 //! What happened to one request, and when: a few times, kept for the last requests that ended.
 
+pub mod cli;
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock};
 

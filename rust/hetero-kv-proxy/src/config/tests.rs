@@ -9,7 +9,9 @@ fn resolve(args: &[&str]) -> Result<Config, ConfigError> {
     let line = ["hetero-kv-proxy", "check"].iter().chain(args);
     match Cli::try_parse_from(line).expect("flags parse").command {
         Command::Check(invocation) | Command::Serve(invocation) => Config::resolve(*invocation),
-        Command::Sign(_) | Command::Bench(_) | Command::Mock(_) => unreachable!("check was parsed"),
+        Command::Sign(_) | Command::Trace(_) | Command::Bench(_) | Command::Mock(_) => {
+            unreachable!("check was parsed")
+        }
     }
 }
 
@@ -479,6 +481,7 @@ fn a_number_below_0_or_none_at_all_names_its_flag_and_limits() {
                     }
                     Command::Serve(_)
                     | Command::Sign(_)
+                    | Command::Trace(_)
                     | Command::Bench(_)
                     | Command::Mock(_) => {
                         unreachable!("check was parsed")

@@ -21,7 +21,11 @@ fn args(url: &str, flags: &[&str]) -> BenchArgs {
         .command
     {
         Command::Bench(args) => *args,
-        Command::Serve(_) | Command::Check(_) | Command::Sign(_) | Command::Mock(_) => {
+        Command::Serve(_)
+        | Command::Check(_)
+        | Command::Sign(_)
+        | Command::Trace(_)
+        | Command::Mock(_) => {
             unreachable!("bench was parsed")
         }
     }

@@ -16,7 +16,11 @@ pub(crate) fn args(flags: &[&str]) -> MockArgs {
     let line = ["hetero-kv-proxy", "mock"].iter().chain(flags);
     match Cli::try_parse_from(line).expect("flags").command {
         Command::Mock(args) => *args,
-        Command::Serve(_) | Command::Check(_) | Command::Sign(_) | Command::Bench(_) => {
+        Command::Serve(_)
+        | Command::Check(_)
+        | Command::Sign(_)
+        | Command::Trace(_)
+        | Command::Bench(_) => {
             unreachable!("mock was parsed")
         }
     }

@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::admin;
 use crate::client::{Client, Reply};
 use crate::engine::{Blocks, Engine, Script, engines, pair};
+use crate::process::command;
 use crate::{COMPLETIONS, STREAM, proxy_with, until, urls};
 
 const PAUSE: Duration = Duration::from_millis(30);
@@ -210,4 +211,96 @@ async fn a_request_that_failed_or_whose_client_left_is_shown_as_far_as_it_went()
         assert!(text.contains(&format!("\"status\":{status}")), "{text}");
         assert!(text.contains(outcome), "{text}");
     }
+}
+
+/// What `hetero-kv-proxy trace` gives: its exit code, and what it says.
+async fn trace(admin: &str, id: &str) -> (Option<i32>, String, String) {
+    let mut trace = command();
+    trace.args(["trace", "--admin", admin, id]);
+    let output = tokio::task::spawn_blocking(move || trace.output());
+    let output = output.await.expect("no panic").expect("it runs");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (
+        output.status.code(),
+        text(&output.stdout),
+        text(&output.stderr),
+    )
+}
+
+#[tokio::test]
+async fn the_command_fetches_a_trace_and_says_why_there_is_none() {
+    let (p, d) = pair().await;
+    let proxy = watched(2, &[&p], &[&d]).await;
+    let id = "a/b c?d%e";
+    let mut client = Client::connect(proxy.address).await;
+    let headers = [("x-request-id", id)];
+    client.post(COMPLETIONS, &headers, STREAM.as_bytes()).await;
+    assert_eq!(client.reply().await.status, 200);
+    let admin = proxy.admin_address.expect("an admin listener");
+    let admin = format!("http://{admin}/");
+    let (code, told, errors) = trace(&admin, id).await;
+    assert_eq!((code, errors.as_str()), (Some(0), ""));
+    let told: Value = serde_json::from_str(&told).expect("JSON");
+    assert!(
+        spans(&told).iter().any(|span| span.0 == "decode leg"),
+        "{told}"
+    );
+
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let silent = format!("http://{}", nobody.local_addr().expect("address"));
+    let gone = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
+        format!("http://{}", listener.local_addr().expect("address"))
+    };
+    let clients = format!("http://{}", proxy.address);
+    let begun = std::time::Instant::now();
+    for (admin, id, parts) in [
+        (
+            &*admin,
+            "other",
+            ["other: no request of this id", "still runs"],
+        ),
+        (&gone, "id", ["no connection: ", "--admin-listen of serve"]),
+        (
+            &clients,
+            "id",
+            ["that is not the admin listener", "not that of --listen"],
+        ),
+        (&silent, "id", ["--admin http://", "no answer within 10 s"]),
+        ("https://h:1", "id", ["--admin https://h:1: ", "plain HTTP"]),
+        ("h:1", "id", ["--admin h:1: ", "begins with http://"]),
+        (&admin, "", ["REQUEST_ID", "1 to 8192 bytes"]),
+    ] {
+        let (code, told, errors) = trace(admin, id).await;
+        assert_eq!((code, told.as_str()), (Some(1), ""), "{admin} {id}");
+        for part in parts {
+            assert!(errors.contains(part), "{part} in {errors}");
+        }
+    }
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    let usage = command().arg("trace").output().expect("it runs");
+    assert_eq!(usage.status.code(), Some(2));
+    let help = command().args(["trace", "--help"]).output();
+    let help = String::from_utf8_lossy(&help.expect("it runs").stdout).into_owned();
+    for part in ["ui.perfetto.dev", "--trace-requests-max", "Exit status"] {
+        assert!(help.contains(part), "{part} in {help}");
+    }
+}
+
+#[tokio::test]
+async fn a_proxy_that_asks_for_signatures_shows_traces_without_one() {
+    let (p, d) = pair().await;
+    let keys = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(keys.path(), "an-admin-key-of-ours\n").expect("written");
+    let settings = Settings {
+        admin_listen: Some("127.0.0.1:0".to_owned()),
+        admin_key_file: Some(keys.path().to_owned()),
+        ..Settings::default()
+    };
+    let proxy = proxy_with(settings, &urls(&[&p]), &urls(&[&d])).await;
+    assert_eq!(send(&proxy, "signed").await.status, 200);
+    let admin = format!("http://{}", proxy.admin_address.expect("a listener"));
+    let (code, told, errors) = trace(&admin, "signed").await;
+    assert_eq!((code, errors.as_str()), (Some(0), ""));
+    assert!(told.contains("traceEvents"));
 }

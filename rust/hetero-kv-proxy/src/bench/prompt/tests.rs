@@ -13,7 +13,11 @@ fn bodies(flags: &[&str]) -> Bodies {
         .command
     {
         Command::Bench(args) => Bodies::new(&args, "a \"model\""),
-        Command::Serve(_) | Command::Check(_) | Command::Sign(_) | Command::Mock(_) => {
+        Command::Serve(_)
+        | Command::Check(_)
+        | Command::Sign(_)
+        | Command::Trace(_)
+        | Command::Mock(_) => {
             unreachable!("bench was parsed")
         }
     }

@@ -12,7 +12,11 @@ async fn worker() -> Arc<Worker> {
     let line = ["hetero-kv-proxy", "mock", "--listen", "127.0.0.1:0"];
     let args = match Cli::try_parse_from(line).expect("flags").command {
         Command::Mock(args) => *args,
-        Command::Serve(_) | Command::Check(_) | Command::Sign(_) | Command::Bench(_) => {
+        Command::Serve(_)
+        | Command::Check(_)
+        | Command::Sign(_)
+        | Command::Trace(_)
+        | Command::Bench(_) => {
             unreachable!("mock was parsed")
         }
     };
