@@ -104,7 +104,8 @@ fn a_proxy_that_is_its_own_worker_is_refused_at_start() {
         ),
         ("127.0.0.1:8123", "http://127.0.0.1:8124", "--admin-listen"),
     ] {
-        let output = run(command().args(["serve", "--listen", listen]).args([
+        // As `serve`, which would go on where it is not refused.
+        let output = run(command().args(["check", "--listen", listen]).args([
             "--admin-listen",
             "127.0.0.1:8124",
             "--prefill",
