@@ -2,45 +2,56 @@
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-use crate::trace_context::{TRACEPARENT, TRACESTATE};
-
 /// The header by which an engine instance learns the DP rank that is meant.
 pub const DP_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 /// The id of a request, equal on both legs and in the answer.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Headers of one connection only (RFC 9110, section 7.6.1, and its older kin).
-const HOP_BY_HOP: [HeaderName; 9] = [
-    header::CONNECTION,
-    header::PROXY_AUTHENTICATE,
-    header::PROXY_AUTHORIZATION,
-    header::TE,
-    header::TRAILER,
-    header::TRANSFER_ENCODING,
-    header::UPGRADE,
-    HeaderName::from_static("keep-alive"),
-    HeaderName::from_static("proxy-connection"),
-];
+/// Whether a header is of one connection only (RFC 9110, section 7.6.1, and its older kin).
+fn is_hop_by_hop(name: &str) -> bool {
+    matches!(
+        name,
+        "connection"
+            | "proxy-authenticate"
+            | "proxy-authorization"
+            | "te"
+            | "trailer"
+            | "transfer-encoding"
+            | "upgrade"
+            | "keep-alive"
+            | "proxy-connection"
+    )
+}
 
-/// Request headers that the proxy decides itself. From a client they would steer where KV is read
-/// from or which rank serves; other routers' hand-over headers are among them.
-const EDGE: [HeaderName; 9] = [
-    DP_RANK,
-    header::HOST,
-    header::CONTENT_LENGTH,
-    header::EXPECT,
-    // The prefill answer must be readable, and the end of a broken stream must be writable.
-    header::ACCEPT_ENCODING,
-    HeaderName::from_static("x-prefiller-host-port"),
-    HeaderName::from_static("x-prefiller-url"),
-    HeaderName::from_static("x-data-parallel-host-port"),
-    HeaderName::from_static("x-encoder-hosts-ports"),
-];
+/// Whether the proxy decides itself about a header of a request. From a client they would steer where
+/// KV is read from or which rank serves; other routers' hand-over headers are among them.
+fn is_edge(name: &str) -> bool {
+    matches!(
+        name,
+        "x-data-parallel-rank"
+            | "host"
+            | "content-length"
+            | "expect"
+            // The prefill answer must be readable, and the end of a broken stream must be writable.
+            | "accept-encoding"
+            | "x-prefiller-host-port"
+            | "x-prefiller-url"
+            | "x-data-parallel-host-port"
+            | "x-encoder-hosts-ports"
+    ) || name.starts_with(EDGE_PREFIX)
+}
+
+/// Whether a header of an engine's answer is not the client's: the length is left to the body, and the
+/// trace is that of the leg.
+fn is_of_leg(name: &str) -> bool {
+    matches!(name, "content-length" | "traceparent" | "tracestate")
+}
+
 /// Reserved for the hand-over between this proxy and engines.
 const EDGE_PREFIX: &str = "x-hetero-kv-";
 
 /// Removes what is of one connection, and whatever `drops` names.
-fn drop_headers(headers: &mut HeaderMap, drops: impl Fn(&HeaderName) -> bool) {
+fn drop_headers(headers: &mut HeaderMap, drops: impl Fn(&str) -> bool) {
     let nominated = headers.get_all(header::CONNECTION).iter();
     let nominated = nominated
         .filter_map(|value| value.to_str().ok())
@@ -49,7 +60,7 @@ fn drop_headers(headers: &mut HeaderMap, drops: impl Fn(&HeaderName) -> bool) {
     // Few of the headers that are there go, and all that could be there are many.
     let found = headers
         .keys()
-        .filter(|name| HOP_BY_HOP.contains(name) || drops(name));
+        .filter(|name| is_hop_by_hop(name.as_str()) || drops(name.as_str()));
     let dropped: Vec<HeaderName> = found.cloned().chain(nominated).collect();
     for name in dropped {
         headers.remove(name);
@@ -65,9 +76,7 @@ pub fn for_legs<E>(
     mut headers: HeaderMap,
     mint: impl FnOnce() -> Result<String, E>,
 ) -> Result<HeaderMap, E> {
-    drop_headers(&mut headers, |name| {
-        EDGE.contains(name) || name.as_str().starts_with(EDGE_PREFIX)
-    });
+    drop_headers(&mut headers, is_edge);
     if !headers.contains_key(REQUEST_ID)
         && let Ok(id) = HeaderValue::try_from(mint()?)
     {
@@ -79,10 +88,7 @@ pub fn for_legs<E>(
 /// An engine's answer headers as the client gets them. The length is left to the body, and the id
 /// is the client's also where the engine was given another, which may hold addresses.
 pub fn for_client(mut headers: HeaderMap, request_id: Option<&HeaderValue>) -> HeaderMap {
-    // The trace is that of the leg, and not of the client's request.
-    drop_headers(&mut headers, |name| {
-        [header::CONTENT_LENGTH, TRACEPARENT, TRACESTATE].contains(name)
-    });
+    drop_headers(&mut headers, is_of_leg);
     if let Some(id) = request_id {
         headers.insert(REQUEST_ID, id.clone());
     }

@@ -39,14 +39,20 @@ pub(super) struct Member {
 
 impl Member {
     /// Whether this is the member `name` of `text`.
+    #[inline]
     fn is(&self, text: &[u8], name: &str) -> bool {
         if self.escaped {
-            let raw = &text[self.name.clone()];
-            return serde_json::from_slice::<String>(raw).is_ok_and(|decoded| decoded == name);
+            return self.decodes_to(text, name);
         }
         // Nearly all differ in length.
         self.name.len() == name.len() + 2
             && &text[self.name.start + 1..self.name.end - 1] == name.as_bytes()
+    }
+
+    #[cold]
+    fn decodes_to(&self, text: &[u8], name: &str) -> bool {
+        let raw = &text[self.name.clone()];
+        serde_json::from_slice::<String>(raw).is_ok_and(|decoded| decoded == name)
     }
 }
 

@@ -17,7 +17,7 @@ const HEADERS_MAX: usize = 100;
 const HEADER_BYTES: usize = 40;
 
 /// Headers that the connection decides.
-const FRAMING: [HeaderName; 3] = [
+static FRAMING: [HeaderName; 3] = [
     header::HOST,
     header::CONTENT_LENGTH,
     header::TRANSFER_ENCODING,
