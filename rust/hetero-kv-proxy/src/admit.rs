@@ -1,5 +1,7 @@
 //! A client's request up to the point where it may go to an engine.
 
+use std::pin::pin;
+
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
 use http_body_util::BodyExt;
@@ -26,12 +28,13 @@ pub(crate) async fn enter(
     watch: &HeadWatch,
     deadline: Instant,
 ) -> Result<(Seat, Bytes), ApiError> {
-    let read = async {
+    // Pinned where they are: what waits for them would move all of their state.
+    let read = pin!(async {
         let whole = body(app, headers, incoming, deadline).await?;
         watch.arm();
         Ok(whole)
-    };
-    let entered = async { app.admission.enter(app).await };
+    });
+    let entered = pin!(app.admission.enter(app));
     let both = async { tokio::try_join!(entered, read) };
     timeout_at(deadline, both)
         .await

@@ -1,5 +1,6 @@
 //! One completion: admitted, served by the legs that its order asks for, and answered.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue, Request as HttpRequest, header};
@@ -154,10 +155,12 @@ async fn run(
         },
     };
     let running = Running::enter(app, &call.headers);
+    // Pinned where it is: what waits for it would move all of its state.
+    let legs = pin!(legs(&call, order, record));
     let decode = tokio::select! {
         biased;
         // A timer of its own would not ring while a leg takes all that a task may do in one turn.
-        decode = timeout_at(deadline, legs(&call, order, record)) => {
+        decode = timeout_at(deadline, legs) => {
             decode.unwrap_or_else(|_| Err(deadline_exceeded().into()))?
         }
         // As if the client had left.

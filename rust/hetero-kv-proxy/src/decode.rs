@@ -25,7 +25,7 @@ use crate::upstream;
 pub(crate) async fn decode_alone(
     call: &Call,
     mut flow: Flow,
-    taken: Option<SlotLease>,
+    taken: Option<Box<SlotLease>>,
 ) -> Result<DecodeHead, Failure> {
     let (answer, lease) = decode_leg(call, &mut flow, taken, None, |_| None).await?;
     Ok(DecodeHead::alone(answer, lease))
@@ -35,21 +35,22 @@ pub(crate) async fn decode_alone(
 async fn decode_leg(
     call: &Call,
     flow: &mut Flow,
-    mut taken: Option<SlotLease>,
+    mut taken: Option<Box<SlotLease>>,
     prefilled: Option<&Instance>,
     mut leg: impl FnMut(&SlotLease) -> Option<Leg>,
-) -> Result<(upstream::Answer, SlotLease), Failure> {
+) -> Result<(Box<upstream::Answer>, Box<SlotLease>), Failure> {
     let has_handle = prefilled.is_some();
     let peer = prefilled;
     let mut refusal = Refusal::default();
-    let tries = async {
+    // Not a variable first: the state would have room for it twice.
+    let ended = async {
         let mut next = Attempt::default();
         loop {
             let lease = match taken.take() {
                 Some(lease) => lease,
                 None => {
-                    call.slot(Role::Decode, flow.tried(Role::Decode), peer)
-                        .await?
+                    let tried = flow.tried(Role::Decode);
+                    rarely(call.slot(Role::Decode, tried, peer)).await?
                 }
             };
             match call
@@ -68,8 +69,8 @@ async fn decode_leg(
                 Err(error) => next = after_failure(call, flow, lease, has_handle, error)?,
             }
         }
-    };
-    let ended = tries.await;
+    }
+    .await;
     match ended {
         Ok(begun) => Ok(begun),
         Err(failure) => Err(rarely(refusal.or(call, failure)).await),
@@ -95,7 +96,7 @@ pub(crate) struct Unread {
     fault: Unreadable,
     instance: InstanceIndex,
     flow: Flow,
-    decode: Option<SlotLease>,
+    decode: Option<Box<SlotLease>>,
 }
 
 impl Unread {
@@ -168,7 +169,7 @@ pub(crate) async fn hand_over(
         };
         connector.decode_leg(&transfer, Some(&answer))
     };
-    let mut first = leg_at(decode.as_ref());
+    let mut first = leg_at(decode.as_deref());
     let has_handle = first.is_some();
     let stopped = answer.ended == Ended::Stopped;
     match flow.prefill_answered(status.as_u16(), has_handle, stopped) {

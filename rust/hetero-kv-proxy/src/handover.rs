@@ -58,9 +58,9 @@ impl Drop for Settled {
 #[derive(Debug)]
 pub struct DecodeHead {
     /// Status, headers, and the body to come.
-    pub answer: Answer,
+    pub answer: Box<Answer>,
     /// In flight until the body has ended.
-    pub lease: SlotLease,
+    pub lease: Box<SlotLease>,
     /// Data of the body that was read already.
     pub early: Option<Bytes>,
     /// Whether prefill's blocks wait for this leg, which then outlives its client.
@@ -77,7 +77,7 @@ pub struct DecodeHead {
 
 impl DecodeHead {
     /// The answer of a leg without params.
-    pub fn alone(answer: Answer, lease: SlotLease) -> Self {
+    pub fn alone(answer: Box<Answer>, lease: Box<SlotLease>) -> Self {
         Self {
             answer,
             lease,
@@ -91,7 +91,7 @@ impl DecodeHead {
     }
 
     /// The answer of a leg with params.
-    pub fn claiming(answer: Answer, lease: SlotLease) -> Self {
+    pub fn claiming(answer: Box<Answer>, lease: Box<SlotLease>) -> Self {
         Self {
             claims_blocks: true,
             ..Self::alone(answer, lease)

@@ -44,8 +44,9 @@ impl Drop for SlotLease {
 }
 
 impl SlotLease {
-    pub(crate) fn new(app: Arc<App>, instance: Arc<Instance>, picked: Picked) -> Self {
-        Self {
+    /// On the heap: it goes from hand to hand with what its leg has come to.
+    pub(crate) fn new(app: Arc<App>, instance: Arc<Instance>, picked: Picked) -> Box<Self> {
+        Box::new(Self {
             times: LegTimes {
                 taken_us: app.now_us(),
                 ..LegTimes::default()
@@ -56,7 +57,7 @@ impl SlotLease {
             instance,
             picked,
             outcome: "cancelled",
-        }
+        })
     }
 
     /// The instance of the slot.
@@ -185,7 +186,8 @@ impl SlotLease {
     }
 
     /// Ends the leg with an outcome other than `cancelled`, the word for one that was dropped.
-    pub fn end(mut self, outcome: &'static str) {
+    #[expect(clippy::boxed_local, reason = "taken out of its box it would be copied once more")]
+    pub fn end(mut self: Box<Self>, outcome: &'static str) {
         self.outcome = outcome;
     }
 }

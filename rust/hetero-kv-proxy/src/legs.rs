@@ -92,7 +92,7 @@ impl Call {
         role: Role,
         avoid: &[InstanceIndex],
         peer: Option<&Instance>,
-    ) -> Result<SlotLease, Failure> {
+    ) -> Result<Box<SlotLease>, Failure> {
         let choice = Some(Choice::Any { avoid });
         let taken = match role {
             Role::Prefill => self.take(choice, None, peer, Begun::Yes).await?.prefill,
@@ -191,7 +191,7 @@ impl Call {
         body: LegBody,
         leg: Option<&Leg>,
         fresh: bool,
-    ) -> Result<upstream::Answer, SendError> {
+    ) -> Result<Box<upstream::Answer>, SendError> {
         let mut extra = Vec::new();
         if let Some(rank) = lease.picked.rank_header {
             extra.push((headers::DP_RANK, HeaderValue::from(rank)));
@@ -229,7 +229,7 @@ impl Call {
         leg: &Leg,
         fresh: bool,
         written: Option<Written>,
-    ) -> Result<upstream::Answer, SendError> {
+    ) -> Result<Box<upstream::Answer>, SendError> {
         let body = LegBody::new(self.request.prefill_body(&leg.params), written);
         self.send(lease, body, Some(leg), fresh).await
     }
@@ -240,7 +240,7 @@ impl Call {
         lease: &SlotLease,
         leg: Option<&Leg>,
         fresh: bool,
-    ) -> Result<upstream::Answer, SendError> {
+    ) -> Result<Box<upstream::Answer>, SendError> {
         let params = leg.map(|leg| leg.params.as_str());
         let body = self.request.decode_body(params);
         let body = LegBody::new(body, Some(self.written.clone()));

@@ -59,14 +59,14 @@ pub(crate) struct Transferring {
     pub(crate) transfer_id: String,
     pub(crate) engine_id: Option<Arc<str>>,
     /// The decode slot, where it was taken before: the leg may have named it.
-    pub(crate) decode: Option<SlotLease>,
+    pub(crate) decode: Option<Box<SlotLease>>,
     pub(crate) flow: Flow,
 }
 
 /// A prefill leg that has a response head.
 pub(crate) struct Prefilled {
-    pub(crate) answer: Answer,
-    pub(crate) lease: SlotLease,
+    pub(crate) answer: Box<Answer>,
+    pub(crate) lease: Box<SlotLease>,
     pub(crate) transfer: Transferring,
 }
 
@@ -158,7 +158,8 @@ async fn prefill_tries(
     }
 }
 
-type Exchange = Pin<Box<dyn Future<Output = (SlotLease, Result<Answer, SendError>)> + Send>>;
+type Exchange =
+    Pin<Box<dyn Future<Output = (Box<SlotLease>, Result<Box<Answer>, SendError>)> + Send>>;
 
 /// A leg on its way. Dropped, it is closed, but not before an answer on its way had time to come.
 struct InFlight {
@@ -171,11 +172,11 @@ struct InFlight {
 /// Sends a prefill leg and waits for the response head; `None` never comes.
 async fn send(
     call: &Arc<Call>,
-    lease: SlotLease,
+    lease: Box<SlotLease>,
     leg: Leg,
     fresh: bool,
     transfer: Transferring,
-) -> Option<(SlotLease, Transferring, Result<Answer, SendError>)> {
+) -> Option<(Box<SlotLease>, Transferring, Result<Box<Answer>, SendError>)> {
     let written = Written::default();
     let (own, noted) = (Arc::clone(call), written.clone());
     let exchange: Exchange = Box::pin(async move {

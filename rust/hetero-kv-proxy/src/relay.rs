@@ -143,7 +143,7 @@ async fn one_slot(
     ticket: &Ticket,
     choice: Choice<'_>,
     begun: admission::Begun,
-) -> Result<Option<SlotLease>, Box<Answer>> {
+) -> Result<Option<Box<SlotLease>>, Box<Answer>> {
     let want = Want {
         prefill: None,
         decode: Some(choice),

@@ -16,6 +16,7 @@ use crate::answer::{self, Answer, Record};
 use crate::app::App;
 use crate::auth;
 use crate::client_io::{ClientIo, HeadWatch};
+use crate::legs::rarely;
 use crate::listener::{self, Acceptor};
 use crate::openai::Route;
 use crate::openai::error::ApiError;
@@ -104,7 +105,7 @@ async fn enter(
     }
     match door {
         Door::Clients => route(app, watch, request).await,
-        Door::Administrators => Ok(workers::serve(&app, request, &watch).await),
+        Door::Administrators => Ok(rarely(workers::serve(&app, request, &watch)).await),
     }
 }
 
@@ -140,10 +141,10 @@ async fn route(
         return Ok(not_allowed("POST"));
     }
     if let Some(to_all) = to_all {
-        return Ok(fanout::to_all(&app, to_all, request, &watch).await);
+        return Ok(rarely(fanout::to_all(&app, to_all, request, &watch)).await);
     }
     if posted {
-        return Ok(running::abort(&app, request, &watch).await);
+        return Ok(rarely(running::abort(&app, request, &watch)).await);
     }
     let known: Option<&'static str> = ["/v1/models", "/health", "/ready", "/metrics", "/workers"]
         .into_iter()
@@ -153,7 +154,7 @@ async fn route(
             let error = ApiError::new(404, "unknown_path", "no such path");
             return Ok(answer::error(&error));
         };
-        return Ok(relay::serve(app, label, request, &watch).await);
+        return Ok(rarely(relay::serve(app, label, request, &watch)).await);
     };
     if request.method() != Method::GET && request.method() != Method::HEAD {
         return Ok(not_allowed("GET, HEAD"));
@@ -164,7 +165,7 @@ async fn route(
     Ok(match known {
         "/v1/models" => {
             let record = Record::new(Arc::clone(&app), known);
-            let answer = fanout::models(&app, request).await;
+            let answer = rarely(fanout::models(&app, request)).await;
             record.finish(answer.status());
             answer
         }

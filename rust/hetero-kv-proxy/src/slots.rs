@@ -43,9 +43,9 @@ pub struct Want<'a> {
 #[derive(Debug, Default)]
 pub struct Slots {
     /// Of the prefill leg.
-    pub prefill: Option<SlotLease>,
+    pub prefill: Option<Box<SlotLease>>,
     /// Of the decode leg.
-    pub decode: Option<SlotLease>,
+    pub decode: Option<Box<SlotLease>>,
     /// The revision that they are of, where it was drawn.
     pub drawn: Option<Drawn>,
 }

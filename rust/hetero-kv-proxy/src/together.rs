@@ -34,11 +34,11 @@ enum Prefill {
     /// With its count of cached tokens, where it tells one.
     Good(Option<Cached>),
     /// Any other status, and what the client is told of it.
-    Refused(SlotLease, StatusCode, Failure),
+    Refused(Box<SlotLease>, StatusCode, Failure),
     /// An answer that cannot be read.
     Unread(InstanceIndex, Unreadable),
     /// No response head.
-    NotSent(SlotLease, SendError),
+    NotSent(Box<SlotLease>, SendError),
 }
 
 /// Sends both legs until the client's answer may begin. A prefill leg that runs is closed when
@@ -128,7 +128,7 @@ pub(crate) async fn both_legs(
                 prefill_next = Attempt::default();
             }
             Err(Broken::Prefill(lease, error)) => {
-                prefill_next = after_failure(&call, &mut flow, *lease, false, error)
+                prefill_next = after_failure(&call, &mut flow, lease, false, error)
                     .map_err(|failure| told(&mut refusal, failure))?;
             }
             Err(Broken::Decode(error)) => {
@@ -155,7 +155,7 @@ enum Broken {
 
 /// A decode answer that the client's may begin with.
 struct Begun {
-    answer: upstream::Answer,
+    answer: Box<upstream::Answer>,
     /// Data of its body that was read already.
     early: Option<Bytes>,
     /// Prefill's count of cached tokens, where it has told one by then.
@@ -211,17 +211,17 @@ fn well(ended: Result<Prefill, oneshot::error::RecvError>) -> Result<Option<Cach
         Ok(Prefill::Good(cached)) => Ok(cached),
         Err(_) => Ok(None),
         Ok(Prefill::Refused(lease, status, failure)) => {
-            Err(Broken::Refused(Box::new(lease), status, Box::new(failure)))
+            Err(Broken::Refused(lease, status, Box::new(failure)))
         }
         Ok(Prefill::Unread(instance, fault)) => Err(Broken::Unread(instance, fault)),
-        Ok(Prefill::NotSent(lease, error)) => Err(Broken::Prefill(Box::new(lease), error)),
+        Ok(Prefill::NotSent(lease, error)) => Err(Broken::Prefill(lease, error)),
     }
 }
 
 /// Runs the prefill leg until it ends or `stop` is cancelled, which closes it.
 fn spawn(
     call: &Arc<Call>,
-    lease: SlotLease,
+    lease: Box<SlotLease>,
     leg: Leg,
     fresh: bool,
     stop: CancellationToken,
@@ -257,7 +257,7 @@ pub(crate) fn close_later(app: &Arc<App>, running: DropGuard) {
     });
 }
 
-async fn prefill(call: &Call, lease: SlotLease, leg: &Leg, fresh: bool) -> Prefill {
+async fn prefill(call: &Call, lease: Box<SlotLease>, leg: &Leg, fresh: bool) -> Prefill {
     let app = &call.app;
     let answer = match call.send_prefill(&lease, leg, fresh, None).await {
         Ok(answer) => answer,

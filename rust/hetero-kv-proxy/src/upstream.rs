@@ -86,7 +86,7 @@ pub enum SendError {
     Request(#[from] http::Error),
 }
 
-/// An answer whose body is still coming.
+/// An answer whose body is still coming. Too large to go from hand to hand, but for a box.
 #[derive(Debug)]
 pub struct Answer {
     /// Status and headers.
@@ -126,7 +126,7 @@ impl Upstream {
         extra: &[(HeaderName, HeaderValue)],
         body: LegBody,
         fresh: bool,
-    ) -> Result<Answer, SendError> {
+    ) -> Result<Box<Answer>, SendError> {
         let path = PathAndQuery::try_from(path).map_err(http::Error::from)?;
         let head = RequestHead {
             method,
@@ -154,7 +154,7 @@ impl Upstream {
                     framing,
                     keeps,
                 }) => {
-                    return Ok(Answer {
+                    return Ok(Box::new(Answer {
                         head: parts,
                         body: EngineBody::new(Open {
                             wire,
@@ -163,7 +163,7 @@ impl Upstream {
                             keeps,
                             upstream: Arc::clone(self),
                         }),
-                    });
+                    }));
                 }
                 // Not a byte of it left.
                 Err(_) if reused && !request.has_begun() => {}
@@ -243,8 +243,11 @@ async fn exchange(
             unsent = Some(error);
         }
         loop {
-            let head = head::parse(&mut wire.unread, method)
-                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
+            let head = match wire.unread.is_empty() {
+                true => Ok(None),
+                false => head::parse(&mut wire.unread, method),
+            };
+            let head = head.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
             if let Some(head) = head? {
                 return Poll::Ready(Ok(head));
             }

@@ -24,7 +24,7 @@ pub(crate) struct Attempt {
 pub(crate) fn after_failure(
     call: &Call,
     flow: &mut Flow,
-    lease: SlotLease,
+    lease: Box<SlotLease>,
     has_handle: bool,
     error: SendError,
 ) -> Result<Attempt, Failure> {
@@ -132,11 +132,11 @@ pub(crate) fn tries_elsewhere(
 
 /// The last answer of an engine that refused a leg which was then tried elsewhere.
 #[derive(Default)]
-pub(crate) struct Refusal(Option<upstream::Answer>);
+pub(crate) struct Refusal(Option<Box<upstream::Answer>>);
 
 impl Refusal {
     /// Remembers an answer. Its body stays unread, and is small or never wanted.
-    pub(crate) fn set(&mut self, answer: upstream::Answer) {
+    pub(crate) fn set(&mut self, answer: Box<upstream::Answer>) {
         self.0 = Some(answer);
     }
 

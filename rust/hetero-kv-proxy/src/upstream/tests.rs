@@ -306,7 +306,7 @@ async fn engine() -> (TcpListener, std::sync::Arc<Upstream>) {
 async fn send(
     upstream: &std::sync::Arc<Upstream>,
     body: LegBody,
-) -> Result<super::Answer, SendError> {
+) -> Result<Box<super::Answer>, SendError> {
     let (post, none) = (Method::POST, HeaderMap::new());
     let sent = upstream.send(&post, "/p", &none, &[], body, false);
     timeout(Duration::from_secs(10), sent)
