@@ -1,14 +1,15 @@
 //! The requests that run, by their id, so that one can be aborted from outside.
 
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, StatusCode};
 use hyper::body::Incoming;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use crate::admit;
 use crate::answer::{self, Answer};
@@ -20,14 +21,38 @@ use crate::sync::lock;
 
 /// The ids of running requests. A client may use one id for several: they are aborted together.
 #[derive(Debug, Default)]
-pub struct Requests(Mutex<HashMap<HeaderValue, Vec<CancellationToken>>>);
+pub struct Requests(Mutex<HashMap<HeaderValue, Vec<Arc<Abort>>>>);
 
 /// One running request; it is known until this is dropped.
 #[derive(Debug)]
 pub struct Running {
     app: Arc<App>,
     id: HeaderValue,
-    abort: CancellationToken,
+    abort: Arc<Abort>,
+}
+
+/// Whether a request is to end, and its task, which learns it.
+#[derive(Debug, Default)]
+struct Abort(Mutex<AbortState>);
+
+#[derive(Debug, Default)]
+struct AbortState {
+    is_set: bool,
+    /// Of who looked last: one task at a time has the request.
+    waiting: Option<Waker>,
+}
+
+impl Abort {
+    fn set(&self) {
+        let waiting = {
+            let mut state = lock(&self.0);
+            state.is_set = true;
+            state.waiting.take()
+        };
+        if let Some(waiting) = waiting {
+            waiting.wake();
+        }
+    }
 }
 
 impl Running {
@@ -35,9 +60,10 @@ impl Running {
     pub fn enter(app: &Arc<App>, headers: &HeaderMap) -> Self {
         let id = headers.get(headers::REQUEST_ID).cloned();
         let id = id.unwrap_or_else(|| HeaderValue::from_static(""));
-        let abort = CancellationToken::new();
+        let abort = Arc::<Abort>::default();
         let mut known = lock(&app.running.0);
-        known.entry(id.clone()).or_default().push(abort.clone());
+        let of_id = known.entry(id.clone()).or_default();
+        of_id.push(Arc::clone(&abort));
         Self {
             app: Arc::clone(app),
             id,
@@ -45,19 +71,30 @@ impl Running {
         }
     }
 
-    /// Ends when the request is aborted.
-    pub fn aborted(&self) -> WaitForCancellationFutureOwned {
-        self.abort.clone().cancelled_owned()
+    /// Ends when the request is aborted. Only who looked last is woken.
+    pub async fn aborted(&self) {
+        poll_fn(|cx| self.poll_aborted(cx)).await;
+    }
+
+    /// As [`Self::aborted`].
+    pub fn poll_aborted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = lock(&self.abort.0);
+        if state.is_set {
+            return Poll::Ready(());
+        }
+        match &mut state.waiting {
+            Some(waiting) => waiting.clone_from(cx.waker()),
+            none => *none = Some(cx.waker().clone()),
+        }
+        Poll::Pending
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Found again by what distinguishes it from others of its id: it alone is cancelled now.
-        self.abort.cancel();
         let mut known = lock(&self.app.running.0);
         if let Some(of_id) = known.get_mut(&self.id) {
-            of_id.retain(|token| !token.is_cancelled());
+            of_id.retain(|abort| !Arc::ptr_eq(abort, &self.abort));
             if of_id.is_empty() {
                 known.remove(&self.id);
             }
@@ -71,11 +108,11 @@ impl Requests {
         let Ok(id) = HeaderValue::from_str(id) else {
             return false;
         };
-        let tokens = lock(&self.0).remove(&id).unwrap_or_default();
-        for token in &tokens {
-            token.cancel();
+        let of_id = lock(&self.0).remove(&id).unwrap_or_default();
+        for abort in &of_id {
+            abort.set();
         }
-        !tokens.is_empty()
+        !of_id.is_empty()
     }
 }
 

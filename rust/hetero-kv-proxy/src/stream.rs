@@ -10,7 +10,6 @@ use bytes::Bytes;
 use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Instant, Sleep};
-use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::answer::Record;
 use crate::app::App;
@@ -60,7 +59,6 @@ pub struct DecodeStream {
     chunks: Chunks,
     passing: Passing,
     written: Written,
-    aborted: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Whether the client has been given the head.
     told: bool,
     /// What came of the body before that.
@@ -100,12 +98,11 @@ impl DecodeStream {
             passing: Passing::new(is_events, cached),
             outcome: outcome_of(decode.answer.head.status),
             chunks: Chunks::new(record.started(), now),
-            aborted: Box::pin(running.aborted()),
             live: Some(Live {
                 decode,
                 record,
                 _seat: seat,
-                _running: running,
+                running,
             }),
             limits,
             alarm: Box::pin(tokio::time::sleep_until(
@@ -252,7 +249,8 @@ impl DecodeStream {
                 }
                 Poll::Pending => {}
             }
-            if self.aborted.as_mut().poll(cx).is_ready() {
+            let aborted = live.running.poll_aborted(cx);
+            if aborted.is_ready() {
                 return self.break_off(StreamBroken::Aborted);
             }
             // One timer for both limits; it is moved when it rings and not at each chunk.

@@ -18,7 +18,7 @@ pub(super) struct Live {
     pub(super) decode: DecodeHead,
     pub(super) record: Record,
     pub(super) _seat: Seat,
-    pub(super) _running: Running,
+    pub(super) running: Running,
 }
 
 impl Live {
