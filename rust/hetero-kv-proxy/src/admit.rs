@@ -81,13 +81,10 @@ pub(crate) async fn body_within(
     if declared > max {
         return Err(too_large());
     }
+    let read_timeout = app.config().body_read_timeout;
     let mut whole = BytesMut::new();
-    loop {
-        let frame = timeout_at(
-            deadline,
-            timeout(app.config().body_read_timeout, body.frame()),
-        )
-        .await;
+    while !http_body::Body::is_end_stream(&body) {
+        let frame = timeout_at(deadline, timeout(read_timeout, body.frame())).await;
         let Ok(Ok(frame)) = frame else {
             return Err(ApiError::new(
                 408,

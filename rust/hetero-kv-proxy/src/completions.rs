@@ -13,7 +13,7 @@ use crate::admit;
 use crate::answer::{self, Answer, Phase, Record};
 use crate::app::App;
 use crate::client_io::HeadWatch;
-use crate::config::OnNoPrefill;
+use crate::config::{Config, OnNoPrefill};
 use crate::connectors::Order;
 use crate::decode::{NoHandOver, decode_alone, hand_over};
 use crate::handover::{DecodeHead, HandOver};
@@ -105,7 +105,8 @@ async fn run(
     watch: &HeadWatch,
     record: &mut Record,
 ) -> Result<Begun, Failure> {
-    let deadline = record.started() + app.config().request_timeout;
+    let config = app.config();
+    let deadline = record.started() + config.request_timeout;
     let (head, body) = request.into_parts();
     let (seat, body) = admit::enter(app, &head.headers, body, watch, deadline).await?;
     let request = admit::parse(body, route)?;
@@ -114,7 +115,7 @@ async fn run(
     }
     let endpoint = request.prefill_endpoint();
     let endpoint = endpoint.map(|url| app.prefill_endpoint(url)).transpose()?;
-    let connector = app.config().connector;
+    let connector = config.connector;
     let alone = request.runs_alone(connector.shares_transfer());
     let mut headers = headers::for_legs(head.headers, random_hex)?;
     let trace = trace_context::enter(app, &mut headers);
@@ -122,7 +123,8 @@ async fn run(
     let call = Arc::new(Call {
         app: Arc::clone(app),
         route,
-        key: request_key(app, &request, &headers),
+        connector,
+        key: request_key(&config, &request, &headers),
         endpoint,
         drawing: app.drawing(&headers),
         model: app.reads_model().then(|| request.model_name()).flatten(),
@@ -177,8 +179,7 @@ async fn run(
 }
 
 /// What the policies go by, where one of them reads it.
-fn request_key(app: &App, request: &Request, headers: &HeaderMap) -> RequestKey {
-    let config = app.config();
+fn request_key(config: &Config, request: &Request, headers: &HeaderMap) -> RequestKey {
     if !config.prefill_policy.reads_key() && !config.decode_policy.reads_key() {
         return RequestKey::default();
     }
@@ -219,7 +220,7 @@ async fn legs_in_order(
         refuses_second_read: config.connector.refuses_second_read(),
     });
     record.enter(Phase::Queue);
-    let mut slots = first_slots(call, order).await?;
+    let mut slots = first_slots(call, &config, order).await?;
     let mut order = order;
     if let (Some(prefill), Some(decode)) = (&slots.prefill, &slots.decode)
         && app
@@ -269,8 +270,7 @@ async fn legs_in_order(
 }
 
 /// Takes the slots that the first legs need.
-async fn first_slots(call: &Call, order: Order) -> Result<Slots, Failure> {
-    let config = call.app.config();
+async fn first_slots(call: &Call, config: &Config, order: Order) -> Result<Slots, Failure> {
     let any = Some(Choice::Any { avoid: &[] });
     // Where decode may be without room its slot is taken first: blocks never wait for it.
     // And where one engine may be both, it is known before anything is prefilled.

@@ -119,7 +119,7 @@ pub(crate) async fn hand_over(
     prefilled: Prefilled,
 ) -> Result<DecodeHead, NoHandOver> {
     let app = &call.app;
-    let connector = app.config().connector;
+    let connector = call.connector;
     let Prefilled {
         answer: prefill,
         lease: prefill_lease,

@@ -31,11 +31,12 @@ pub struct SlotLease {
 
 impl Drop for SlotLease {
     fn drop(&mut self) {
-        self.tell();
+        let now_us = self.app.now_us();
+        self.tell(now_us);
         let meters = &self.instance.meters;
         meters.count_leg(self.outcome);
         if self.outcome == "ok"
-            && let Some(took) = since(&self.times.sent_us, self.app.now_us())
+            && let Some(took) = since(&self.times.sent_us, now_us)
         {
             meters.leg.observe(took);
         }
@@ -95,7 +96,7 @@ impl SlotLease {
         self.times.chunks.store(chunks, Ordering::Relaxed);
     }
 
-    fn tell(&self) {
+    fn tell(&self, now_us: u64) {
         let Some(timeline) = &self.timeline else {
             return;
         };
@@ -113,7 +114,7 @@ impl SlotLease {
             first_us: get(&times.first_us),
             last_us: get(&times.last_us),
             chunks: get(&times.chunks),
-            ended_us: self.app.now_us(),
+            ended_us: now_us,
         });
     }
 
@@ -186,7 +187,10 @@ impl SlotLease {
     }
 
     /// Ends the leg with an outcome other than `cancelled`, the word for one that was dropped.
-    #[expect(clippy::boxed_local, reason = "taken out of its box it would be copied once more")]
+    #[expect(
+        clippy::boxed_local,
+        reason = "taken out of its box it would be copied once more"
+    )]
     pub fn end(mut self: Box<Self>, outcome: &'static str) {
         self.outcome = outcome;
     }

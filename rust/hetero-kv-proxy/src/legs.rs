@@ -10,7 +10,7 @@ use crate::admission::{Begun, Refused, Ticket};
 use crate::answer;
 use crate::app::App;
 use crate::bootstrap;
-use crate::connectors::{Leg, Slot};
+use crate::connectors::{Connector, Leg, Slot};
 use crate::headers;
 use crate::instance::Instance;
 use crate::lease::SlotLease;
@@ -36,6 +36,7 @@ pub(crate) use whole::{Unreadable, read_answer};
 pub(crate) struct Call {
     pub(crate) app: Arc<App>,
     pub(crate) route: Route,
+    pub(crate) connector: &'static dyn Connector,
     pub(crate) request: Request,
     /// The model that it names, where workers tell theirs.
     pub(crate) model: Option<String>,
@@ -249,10 +250,10 @@ impl Call {
 
     /// The engine id at the prefill slot, for a connector that needs it.
     pub(crate) async fn engine_id(&self, lease: &SlotLease) -> Result<Option<Arc<str>>, SendError> {
-        let config = self.app.config();
-        if !config.connector.needs_engine_id() {
+        if !self.connector.needs_engine_id() {
             return Ok(None);
         }
+        let config = self.app.config();
         rarely(bootstrap::engine_id(&config, lease)).await.map(Some)
     }
 }

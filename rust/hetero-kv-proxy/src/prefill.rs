@@ -92,8 +92,7 @@ async fn prefill_tries(
     slots: Slots,
     refusal: &mut Refusal,
 ) -> Result<Prefilled, Failure> {
-    let app = &call.app;
-    let connector = app.config().connector;
+    let connector = call.connector;
     let Slots {
         prefill: mut taken,
         mut decode,

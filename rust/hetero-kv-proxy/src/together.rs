@@ -72,7 +72,7 @@ pub(crate) async fn both_legs(
             decode: Some(slot(&decode_lease, None)),
         };
         decode_lease.reads_from(prefill_lease.instance(), None);
-        let connector = call.app.config().connector;
+        let connector = call.connector;
         let prefill_leg = connector.prefill_leg(&transfer);
         let decode_leg = connector
             .decode_leg(&transfer, None)

@@ -124,16 +124,17 @@ struct Lengths {
 fn head_ending(head: &mut Vec<u8>, fresh: &[u8]) -> Option<(Lengths, usize)> {
     // Nearly every head comes in one read, maybe with a long body behind it.
     if head.is_empty()
-        && let Some(end) = head_end(fresh)
+        && let Some(found) = lengths(fresh)
     {
-        return Some((lengths(&fresh[..end]), end));
+        return Some(found);
     }
     // The blank line may lie across two reads.
     let before = head.len();
     let from = before.saturating_sub(3);
     head.extend_from_slice(fresh);
-    let end = from + head_end(&head[from..])?;
-    Some((lengths(&head[..end]), end - before))
+    head_end(&head[from..])?;
+    let (lengths, end) = lengths(head)?;
+    Some((lengths, end - before))
 }
 
 /// Where the first blank line ends.
@@ -150,9 +151,16 @@ fn head_end(bytes: &[u8]) -> Option<usize> {
         .find_map(|(at, _)| after(at))
 }
 
-fn lengths(head: &[u8]) -> Lengths {
+/// What the first head of `bytes` says, and where it ends; `None` where it is not whole.
+fn lengths(bytes: &[u8]) -> Option<(Lengths, usize)> {
     let mut lengths = Lengths::default();
-    for line in head.split(|byte| *byte == b'\n') {
+    let mut end = 0;
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        let is_first = end == 0;
+        end += line.len();
+        if !is_first && matches!(line, b"\n" | b"\r\n") {
+            return Some((lengths, end));
+        }
         // Few lines begin like one of the two names.
         let first = line.trim_ascii_start().first();
         if !matches!(first, Some(b'c' | b'C' | b't' | b'T')) {
@@ -167,7 +175,7 @@ fn lengths(head: &[u8]) -> Lengths {
         }
         lengths.is_chunked |= name.eq_ignore_ascii_case(b"transfer-encoding");
     }
-    lengths
+    None
 }
 
 #[cfg(test)]
