@@ -222,6 +222,11 @@ def main() -> int:
     if not command:
         print("usage: guard.py COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2
+    # Ctrl-C at a terminal reaches the launcher only, which stops engines in order. A session of its
+    # own would do as well, but Linux shares the processors out among sessions first (autogroup): a
+    # rank that waits by sched_yield, as vLLM's do, then gives way to its own engine alone, and the
+    # engine that it waits for gets what is left.
+    os.setpgid(0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

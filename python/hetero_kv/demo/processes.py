@@ -1,6 +1,6 @@
 """Child processes that are watched, and leave nothing behind.
 
-Each runs under `guard.py`, in its own session, with its output in a log file.
+Each runs under `guard.py`, in a process group of its own, with its output in a log file.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class GuardedProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **(env or {})},
-                # Ctrl-C at a terminal reaches the launcher only, which stops engines in order.
-                start_new_session=True,
             )
         self.pid = self._read_pid()
 
