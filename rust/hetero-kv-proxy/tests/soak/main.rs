@@ -75,9 +75,13 @@ async fn soak() {
             size.rss_kib >> 10,
             size.fds
         );
+        if operator.is_finished() || load.is_finished() {
+            // Before its time: it has panicked, and the rest would be no soak.
+            break;
+        }
     }
-    load.await.expect("the load ends");
     let actions = operator.await.expect("the operator ends");
+    load.await.expect("the load ends");
     // Whoever left some transfer behind: its lease ends.
     let settled = async {
         while engines.held() > 0 || proxy.in_flight().await > 0 {
