@@ -23,6 +23,8 @@ pub(crate) enum Script {
     PinThen(Duration),
     /// `Prefill` for a leg that asks it to keep blocks, else `Decode`.
     Both,
+    /// Another, with a permit of the test.
+    Held(Arc<Semaphore>, Box<Script>),
     /// Decode: frees the blocks of the request's params, answers with one JSON object.
     Decode,
     /// Decode: frees, then these chunks with a pause before each, then the end.
@@ -81,6 +83,10 @@ pub(super) async fn perform(
     let request: Value = serde_json::from_slice(body).unwrap_or(Value::Null);
     let params = &request["kv_transfer_params"];
     let mut script = script;
+    if let Script::Held(gate, then) = script {
+        gate.acquire().await.expect("open").forget();
+        script = *then;
+    }
     while let Script::After(pause, then) = script {
         sleep(pause).await;
         script = *then;
@@ -206,7 +212,7 @@ pub(super) async fn perform(
             stream.set_zero_linger().expect("linger");
             return false;
         }
-        Script::After(..) | Script::Both => unreachable!("unwrapped above"),
+        Script::Held(..) | Script::After(..) | Script::Both => unreachable!("unwrapped above"),
     };
     writer.write_all(answer.as_bytes()).await.is_ok()
 }
