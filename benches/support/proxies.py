@@ -262,8 +262,12 @@ def floor_executable() -> str:
         raise MissingError("no cargo on the path: it builds the floor") from error
     except subprocess.CalledProcessError as error:
         raise MissingError(f"cargo bench ended with status {error.returncode}") from error
-    messages = map(json.loads, built.stdout.splitlines())
-    found = [message["executable"] for message in messages if message.get("executable")]
+    # The proxy itself is built with it.
+    found = [
+        message["executable"]
+        for message in map(json.loads, built.stdout.splitlines())
+        if message.get("executable") and message["target"]["name"] == "floor"
+    ]
     if len(found) != 1:
         raise MissingError(f"cargo bench built {found}, not one executable")
     return str(found[0])
