@@ -5,12 +5,12 @@ processes. All proxies run at once, and each round measures every case on every 
 of its own. Proxies share one processor, workers and load the others. nginx passes one leg on;
 nginx with a script in Lua, vllm-router and ours send both. So does `floor`
 (`rust/hetero-kv-proxy/benches/floor.rs`), which passes messages on and does nothing else: what it
-takes is nearly all the kernel's, and what two legs cost at the least. It can hand nothing over, so both its
-legs go to workers that do not ask for it, with the client's body as it is and answers without
-params. A ratio is of two windows of one round, and the figure is the median over rounds. Proxies
-that this host cannot have are left out, with the reason. A proxy with many streams holds two
-descriptors for each: the limit of open files is raised as far as this host lets it be, and a case
-that needs more is made smaller and says so.
+takes is nearly all the kernel's, and what two legs cost at the least. It can hand nothing over, so
+both its legs go to workers that do not ask for it, with the client's body as it is and answers
+without params. A ratio is of two windows of one round, and the figure is the median over rounds.
+Proxies that this host cannot have are left out, with the reason. A proxy with many streams holds
+two descriptors for each: the limit of open files is raised as far as this host lets it be, and a
+case that needs more is made smaller and says so.
 
 Exit status 0 when every bar that could be judged holds, 1 when one does not, 2 when nothing could
 be measured.
