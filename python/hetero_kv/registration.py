@@ -50,7 +50,8 @@ def registration(vllm_config: Any, settings: Settings, engine: Engine) -> dict[s
 def lease_ms(settings: Settings) -> int:
     """How long blocks stay that decode was not seen to take: the proxy waits for so long before it
     says that the engine may be stopped."""
-    return math.ceil(settings["lease_s"] * 1e3 + settings["grace_ms"])
+    lease_s, grace_ms = float(settings["lease_s"]), float(settings["grace_ms"])
+    return math.ceil(lease_s * 1e3 + grace_ms)
 
 
 def served_names(model: Any) -> list[str]:
