@@ -62,6 +62,8 @@ pub struct Object {
     /// Offset just behind the opening brace.
     pub(super) open: usize,
     pub(super) members: Vec<Member>,
+    /// A bit for each length that a member's name may have; most names asked for have another.
+    name_lengths: u64,
 }
 
 /// One change to a top-level member.
@@ -74,6 +76,18 @@ pub enum Change<'a> {
 }
 
 impl Object {
+    pub(super) fn new(open: usize, members: Vec<Member>) -> Self {
+        let lengths = members.iter().map(|member| match member.escaped {
+            true => u64::MAX,
+            false => length_bit(member.name.len() - 2),
+        });
+        Self {
+            open,
+            name_lengths: lengths.fold(0, |all, length| all | length),
+            members,
+        }
+    }
+
     /// Validates `text` as one JSON object and notes where its members lie.
     ///
     /// # Errors
@@ -82,7 +96,7 @@ impl Object {
         let text =
             std::str::from_utf8(text).map_err(|error| SyntaxError::Utf8(error.valid_up_to()))?;
         if let Some((open, members)) = scan::members(text.as_bytes()) {
-            return Ok(Self { open, members });
+            return Ok(Self::new(open, members));
         }
         Self::by_parser(text)
     }
@@ -93,7 +107,7 @@ impl Object {
         let members = parser.deserialize_map(Members { text })?;
         parser.end()?;
         let open = text.find('{').map_or(0, |brace| brace + 1);
-        Ok(Self { open, members })
+        Ok(Self::new(open, members))
     }
 
     /// The range of the value of `name`; `text` is what [`Object::parse`] was given.
@@ -101,6 +115,9 @@ impl Object {
     /// # Errors
     /// [`DuplicateField`] when the name occurs more than once: readers differ in which one counts.
     pub fn find(&self, text: &[u8], name: &str) -> Result<Option<Range<usize>>, DuplicateField> {
+        if self.name_lengths & length_bit(name.len()) == 0 {
+            return Ok(None);
+        }
         let mut found = None;
         for member in &self.members {
             if member.is(text, name) {
@@ -208,6 +225,11 @@ impl Object {
         out.close();
         out.done
     }
+}
+
+/// Lengths from 63 on share a bit.
+fn length_bit(length: usize) -> u64 {
+    1 << length.min(63)
 }
 
 /// A text that is put together from runs of another.

@@ -11,7 +11,7 @@ use crate::openai::tests::{space, value};
 /// What the fast look alone finds.
 fn fast(text: &str) -> Option<Object> {
     let (open, members) = members(text.as_bytes())?;
-    Some(Object { open, members })
+    Some(Object::new(open, members))
 }
 
 /// Whether the look passes `value` as a whole, without the parser's help.

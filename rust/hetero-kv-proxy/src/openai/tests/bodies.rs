@@ -102,6 +102,17 @@ fn an_escaped_name_is_the_name() {
         completions(twice),
         Err(RequestError::Duplicate(name)) if name.0 == "max_tokens"
     ));
+    for foreign in [
+        r#"{"kv_tr\u0061nsfer_params":{"k":1},"prompt":"p"}"#,
+        r#"{"vllm_xargs":{"kv_tr\u0061nsfer_params":{"k":1}},"prompt":"p"}"#,
+        r#"{"vllm_x\u0061rgs":{"kv_transfer_params":{"k":1}},"prompt":"p"}"#,
+    ] {
+        let refused = completions(foreign);
+        assert!(
+            matches!(refused, Err(RequestError::ForeignParams)),
+            "{foreign}"
+        );
+    }
 }
 
 #[test]
