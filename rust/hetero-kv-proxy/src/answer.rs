@@ -92,6 +92,17 @@ pub fn error(error: &ApiError) -> Answer {
     answer
 }
 
+/// The answer with the id by which its request is found again, where there is one and it has none.
+pub(crate) fn named(mut answer: Answer, id: Option<HeaderValue>) -> Answer {
+    if let Some(id) = id {
+        answer
+            .headers_mut()
+            .entry(headers::REQUEST_ID)
+            .or_insert(id);
+    }
+    answer
+}
+
 /// Where a request is in its life; the label of `client_disconnects_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -162,6 +173,11 @@ impl Record {
     pub(crate) fn identify(&self, headers: &HeaderMap, trace: Option<TraceContext>) {
         let id = headers.get(headers::REQUEST_ID);
         self.timeline.identify(id, trace);
+    }
+
+    /// The id that its legs carry; none before there are any.
+    pub(crate) fn id(&self) -> Option<HeaderValue> {
+        self.timeline.id_header().cloned()
     }
 
     /// Where what happens to it is noted.

@@ -41,6 +41,7 @@ pub async fn serve(
     watch: &HeadWatch,
 ) -> Answer {
     let mut record = Record::new(Arc::clone(&app), route.path());
+    let sent_id = request.headers().get(headers::REQUEST_ID).cloned();
     match run(&app, route, request, watch, &mut record).await {
         Ok(begun) => begun.answer(app, record, watch).await,
         Err(failure) => {
@@ -48,6 +49,7 @@ pub async fn serve(
                 Failure::Api(error) | Failure::NoPrefill(error) => answer::error(&error),
                 Failure::Engine(answer) => *answer,
             };
+            let answer = answer::named(answer, record.id().or(sent_id));
             record.finish(answer.status());
             answer
         }
@@ -89,7 +91,8 @@ impl Begun {
         }
         let mut stream = DecodeStream::new(app, self, is_events, record, watch.leg());
         if let Err(error) = stream.begin().await {
-            return answer::error(&error);
+            let id = headers.get(headers::REQUEST_ID).cloned();
+            return answer::named(answer::error(&error), id);
         }
         let mut answer = http::Response::new(answer::ClientBody::Stream(Box::new(stream)));
         *answer.status_mut() = status;

@@ -76,11 +76,13 @@ pub async fn serve(
     watch: &HeadWatch,
 ) -> Answer {
     let mut record = Record::new(Arc::clone(&app), label);
+    let sent_id = request.headers().get(headers::REQUEST_ID).cloned();
     match run(&app, request, watch, &mut record).await {
         Ok(begun) => begun.answer(app, record, watch).await,
         Err(answer) => {
+            let answer = answer::named(*answer, record.id().or(sent_id));
             record.finish(answer.status());
-            *answer
+            answer
         }
     }
 }

@@ -140,10 +140,18 @@ impl App {
         let found = heard.look(weights.as_deref(), &told, may_come, self.now_ms());
         drop(heard);
         if let Some(found) = found {
+            let (unheard, known) = (found.unheard, found.known);
+            let outcome = match found.is_any_served {
+                true => "the others get its share",
+                false => {
+                    "none of the others is told in every role, so that each request is refused \
+                          (503 no_revision)"
+                }
+            };
             tracing::warn!(
-                unheard = found.unheard,
-                known = found.known,
-                "no worker tells this revision of --revision-weights; the others get its share"
+                unheard,
+                known,
+                "no worker tells this revision of --revision-weights; {outcome}"
             );
         }
     }

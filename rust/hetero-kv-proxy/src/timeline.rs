@@ -84,6 +84,11 @@ impl Timeline {
         self.id.get()?.to_str().ok()
     }
 
+    /// As it stands in the header.
+    pub(crate) fn id_header(&self) -> Option<&HeaderValue> {
+        self.id.get()
+    }
+
     pub(crate) fn trace(&self) -> Option<&TraceContext> {
         self.trace.get()
     }

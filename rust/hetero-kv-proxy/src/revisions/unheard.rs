@@ -31,6 +31,8 @@ pub(super) struct Unheard {
     pub(super) unheard: String,
     /// The revisions that workers tell.
     pub(super) known: String,
+    /// Whether a revision with a share is told in every role, so that requests are served at all.
+    pub(super) is_any_served: bool,
 }
 
 impl Question {
@@ -51,6 +53,9 @@ impl Question {
             workers.iter().flatten().any(|told| told == revision)
         };
         let with_share = weights.entries().iter().filter(|(_, weight)| *weight > 0);
+        let is_any_served = with_share
+            .clone()
+            .any(|(revision, _)| told.iter().all(|(_, all)| is_told(all, revision)));
         let unheard: Vec<String> = with_share
             .filter_map(|(revision, _)| {
                 let lacking = told.iter().filter(|(_, all)| !is_told(all, revision));
@@ -82,6 +87,7 @@ impl Question {
                 true => "none".to_owned(),
                 false => known.join(", "),
             },
+            is_any_served,
         })
     }
 

@@ -195,6 +195,34 @@ async fn a_clients_request_id_is_on_both_legs() {
 }
 
 #[tokio::test]
+async fn an_error_of_the_proxy_names_its_request_too() {
+    let (p, d) = pair().await;
+    let proxy = proxy(&[&p], &[&d]).await;
+    let mine = [("X-Request-Id", "mine")];
+    let foreign = r#"{"kv_transfer_params":{"k":1}}"#;
+    p.kill().await;
+    for (path, body, status) in [
+        (COMPLETIONS, "{", 400),
+        (COMPLETIONS, PROMPT, 502),
+        ("/v1/embeddings", foreign, 400),
+    ] {
+        let mut client = Client::connect(proxy.address).await;
+        client.post(path, &mine, body.as_bytes()).await;
+        let reply = client.reply().await;
+        assert_eq!(reply.status, status, "{}", reply.text());
+        assert_eq!(reply.headers["x-request-id"], "mine", "{path} {body}");
+    }
+    // Minted: it is what the trace goes by.
+    let reply = post(&proxy, COMPLETIONS, PROMPT).await;
+    assert_eq!(reply.status, 502);
+    assert_eq!(reply.headers["x-request-id"].len(), 32);
+    d.kill().await;
+    let reply = post(&proxy, "/v1/embeddings", "{}").await;
+    assert_eq!(reply.status, 502, "{}", reply.text());
+    assert_eq!(reply.headers["x-request-id"].len(), 32);
+}
+
+#[tokio::test]
 async fn every_form_of_prompt_is_served_and_a_list_is_prefilled_by_its_first() {
     let blocks = Blocks::default();
     let (p, d) = pair_on(&blocks).await;

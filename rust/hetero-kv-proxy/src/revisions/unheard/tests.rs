@@ -24,6 +24,7 @@ fn where_nobody_can_come_it_is_told_at_once_and_once() {
     let want = Unheard {
         unheard: "vv2 (prefill, decode)".to_owned(),
         known: "v1, v2".to_owned(),
+        is_any_served: true,
     };
     assert_eq!(found, Some(want));
     assert!(!question.is_open());
@@ -60,5 +61,15 @@ fn no_worker_that_tells_any_is_said_so() {
     let weights = weights("v1=1");
     let told = told(&[""], &[""]);
     let found = Question::default().look(weights.as_ref(), &told, false, 0);
-    assert_eq!(found.expect("unheard of").known, "none");
+    let found = found.expect("unheard of");
+    assert_eq!(found.known, "none");
+    assert!(!found.is_any_served);
+}
+
+#[test]
+fn a_revision_that_one_role_lacks_serves_nobody() {
+    let weights = weights("v1=1,v2=1");
+    let told = told(&["v1"], &["v2"]);
+    let found = Question::default().look(weights.as_ref(), &told, false, 0);
+    assert!(!found.expect("unheard of").is_any_served);
 }
