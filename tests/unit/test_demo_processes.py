@@ -139,6 +139,24 @@ def test_shared_memory_of_vllm_is_removed(tmp_path: Path) -> None:
     assert not name.exists()
 
 
+def test_semaphores_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    told = tmp_path / "name"
+    program = (
+        "import multiprocessing, pathlib, time\n"
+        "kept = multiprocessing.get_context('spawn').Semaphore(1)\n"
+        f"pathlib.Path({str(told)!r}).write_text(kept._semlock.name)\n"
+        "print(1, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = start(program, tmp_path)
+    pids_in(process.log_path, 1)
+    name = Path("/dev/shm") / f"sem.{told.read_text().removeprefix('/')}"
+    assert name.exists()
+    # With the whole tree goes Python's resource tracker, which would have removed it.
+    process.kill()
+    assert not name.exists()
+
+
 def test_an_early_end_is_told_with_its_reason(tmp_path: Path) -> None:
     process = start("print('x' * 10); raise ValueError('the reason')", tmp_path)
     assert process.wait(10.0) == 1

@@ -77,17 +77,26 @@ def descendants(root: int) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[Path]:
-    """The shared memory of the kinds above that these processes have mapped."""
-    found = set()
+    """The shared memory of the kinds above that these processes have mapped.
+
+    By its inode: who has made a semaphore maps it under a name that it had before its own.
+    """
+    mapped = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         except OSError:
             continue
         for line in maps.splitlines():
-            _, _, name = line.partition(SHARED_MEMORY_FOLDER)
-            if name.startswith(LEFT_SHARED_MEMORY) and "/" not in name:
-                found.add(Path(SHARED_MEMORY_FOLDER + name.removesuffix(" (deleted)")))
+            # Addresses, permissions, offset, device, inode, path.
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(SHARED_MEMORY_FOLDER):
+                mapped.add(int(fields[4]))
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY_FOLDER) as entries:
+        for entry in entries:
+            if entry.name.startswith(LEFT_SHARED_MEMORY) and entry.inode() in mapped:
+                found.add(Path(entry.path))
     return found
 
 
