@@ -193,6 +193,21 @@ impl Call {
         leg: Option<&Leg>,
         fresh: bool,
     ) -> Result<Box<upstream::Answer>, SendError> {
+        let answer = self.send_unjudged(lease, body, leg, fresh).await?;
+        if is_engine_failure(answer.head.status.as_u16()) {
+            lease.note_failed(LegFault::Failed);
+        }
+        Ok(answer)
+    }
+
+    /// As [`Self::send`], for a leg whose failure says nothing of its engine.
+    pub(crate) async fn send_unjudged(
+        &self,
+        lease: &SlotLease,
+        body: LegBody,
+        leg: Option<&Leg>,
+        fresh: bool,
+    ) -> Result<Box<upstream::Answer>, SendError> {
         let mut extra = Vec::new();
         if let Some(rank) = lease.picked.rank_header {
             extra.push((headers::DP_RANK, HeaderValue::from(rank)));
@@ -213,12 +228,8 @@ impl Call {
             .await?;
         lease.note_head(answer.head.status);
         // A client's mistake proves a living engine; its own failures prove nothing.
-        let status = answer.head.status.as_u16();
-        if status < 500 {
+        if answer.head.status.as_u16() < 500 {
             lease.note_answer();
-        }
-        if is_engine_failure(status) {
-            lease.note_failed(LegFault::Failed);
         }
         Ok(answer)
     }

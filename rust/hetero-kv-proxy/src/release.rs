@@ -5,7 +5,8 @@
 //! that out, since its leg has limits of its own. Its blocks are pinned then, and decode's connector,
 //! which alone can free them, has never heard of them. So a decode engine gets what prefill took
 //! without complaint, with the same handle: it reads the blocks and releases them. Nobody waits for
-//! the one token; the leg is closed as that of a client that left.
+//! the one token; the leg is closed as that of a client that left. An engine that fails it is none that
+//! fails: it may have had the blocks before it refused.
 //!
 //! Only with a connector that refuses a second read by itself: with others an engine that had read
 //! the blocks before it answered 4xx would now read what is in them by then, and might keep that in
@@ -33,7 +34,8 @@ pub(crate) fn release(call: &Arc<Call>, source: Arc<Instance>, kept: KeptBlocks,
             let leg = leg.ok_or(None)?;
             let body = call.request.prefill_body(&leg.params);
             let body = LegBody::new(body, Some(written));
-            let sent = call.send(&lease, body, Some(&leg), false).await;
+            // Over a connection of its own: the engine may have closed the one that it refused on.
+            let sent = call.send_unjudged(&lease, body, Some(&leg), true).await;
             let answer = sent.map_err(|error| {
                 let url = &*source.label;
                 tracing::debug!(url, %error, "blocks of a refused leg stay until their lease ends");

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::client::Client;
 use crate::connectors::{engine, proxy_of};
 use crate::engine::{Blocks, Engine, Script, freed, pair_on};
-use crate::{CHAT, COMPLETIONS, metric, post, proxy, soon, urls};
+use crate::{CHAT, COMPLETIONS, PROMPT, metric, post, proxy, soon, urls};
 
 const REFUSED: &str = r#"{"error":{"message":"the context is too short","code":400}}"#;
 
@@ -149,4 +149,21 @@ async fn several_greedy_sequences_are_for_decode_to_refuse_before_anything_is_pr
         assert_eq!(p.count(), count, "{body}");
     }
     freed(&blocks).await;
+}
+
+#[tokio::test]
+async fn a_release_that_fails_takes_no_engine_out() {
+    let blocks = Blocks::default();
+    let (p, d) = pair_on(&blocks).await;
+    let proxy = proxy(&[&p], &[&d]).await;
+    // Beyond what opens a breaker.
+    for request in 1..=20 {
+        d.once(Script::Answer(400, "application/json", REFUSED));
+        d.once(Script::Answer(500, "application/json", REFUSED));
+        assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 400);
+        crate::until("both legs are there", || d.count() == 2 * request).await;
+    }
+    let opens = "breaker_opens_total{role=\"decode\"}";
+    assert_eq!(metric(&proxy, opens).await, 0.0);
+    assert_eq!(post(&proxy, COMPLETIONS, PROMPT).await.status, 200);
 }
