@@ -493,6 +493,30 @@ fn accept_one(listener: &TcpListener) -> Scripted {
 }
 
 #[test]
+fn a_wake_that_never_comes_costs_a_second_at_most() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let reader = reader();
+    // By now the thread sleeps, with nothing due.
+    thread::sleep(Duration::from_millis(200));
+    let address = PeerAddress {
+        host: "127.0.0.1".into(),
+        port: listener.local_addr().expect("bound").port(),
+        engine: engine("p"),
+        incarnation: Incarnation(7),
+    };
+    let mut desk = reader.desk.lock();
+    let consumer = desk.consumer.as_mut().expect("made with one");
+    consumer.connect(clock::now(), address).expect("room");
+    drop(desk);
+    listener.set_nonblocking(true).expect("a socket");
+    let until = Instant::now() + PATIENCE;
+    while listener.accept().is_err() {
+        assert!(Instant::now() < until, "it still sleeps");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
 fn a_failed_dial_names_the_address_and_the_reason() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = free.local_addr().expect("bound").port();
